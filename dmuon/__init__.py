@@ -1,0 +1,1 @@
+"""Dedicated ownership and the Muon optimizer for FSDP2 models. Importing it has no side effect."""

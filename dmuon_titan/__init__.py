@@ -1,0 +1,1 @@
+"""The pretraining harness: TOML in, checkpoints and metrics out."""

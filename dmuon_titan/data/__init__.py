@@ -1,0 +1,1 @@
+"""Training data: documents -> tokens -> windows -> batches, with one global cursor."""

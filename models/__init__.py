@@ -1,0 +1,1 @@
+"""Reference models. Single-device code that depends on torch only."""
