@@ -1,1 +1,24 @@
-"""Dedicated ownership and the Muon optimizer for FSDP2 models. Importing it has no side effect."""
+"""Dedicated ownership and the Muon optimizer for FSDP2 models. Importing it has no side effect.
+
+plan = dmuon.dedicate_params(model, mesh["shard"])   # before fully_shard
+fully_shard(model, mesh=mesh["shard"])
+optimizer = dmuon.Muon(model, lr=3e-4)
+"""
+
+from dmuon.clip import clip_grad_norm_
+from dmuon.dedicate import Plan, PlanEntry, dedicate_params, dedicated_params
+from dmuon.materialize import materialize
+from dmuon.muon import Muon
+from dmuon.state_dict import get_state_dict, set_state_dict
+
+__all__ = [
+    "Muon",
+    "Plan",
+    "PlanEntry",
+    "clip_grad_norm_",
+    "dedicate_params",
+    "dedicated_params",
+    "get_state_dict",
+    "materialize",
+    "set_state_dict",
+]

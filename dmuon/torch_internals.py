@@ -1,0 +1,87 @@
+"""Every private name of torch that this project uses, one function each; a test checks each."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_DEDICATED = "_dmuon_dedicated"
+
+
+def in_backward() -> bool:
+    """True while the calling thread runs an autograd graph."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Calls `callback` once when the backward pass that is running has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def local_shard(param: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's (shape, offset of each dim) of a sharded tensor, uneven and empty shards included."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple(shape), tuple(offset)
+
+
+def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
+    """2-norms, each a 0-dim tensor."""
+    return list(torch._foreach_norm(tensors))
+
+
+def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    torch._foreach_mul_(tensors, factor)
+
+
+def mark_dedicated(param: nn.Parameter) -> None:
+    """`fully_shard` leaves a marked parameter alone once `exclude_dedicated_from_fully_shard` has run."""
+    setattr(param, _DEDICATED, True)
+
+
+def is_dedicated(param: Tensor) -> bool:
+    return getattr(param, _DEDICATED, False)
+
+
+def exclude_dedicated_from_fully_shard() -> None:
+    """Makes a plain `fully_shard(module, mesh=...)` treat marked parameters as if named in `ignored_params`.
+
+    FSDP2 collects a module's parameters in one function; it is wrapped, once, wherever this torch keeps it.
+
+    Raises:
+        RuntimeError: this torch has no such function.
+    """
+    found = False
+    for name in ("_fsdp_init", "_fully_shard"):
+        module = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{name}")
+        collect = getattr(module, "_get_managed_states", None)
+        if collect is not None:
+            found = True
+            if not hasattr(collect, _DEDICATED):
+                module._get_managed_states = _without_dedicated(collect)  # type: ignore[attr-defined]
+    if not found:
+        raise RuntimeError(
+            f"torch {torch.__version__} collects parameters for fully_shard in a way dmuon does not know: pass "
+            "ignored_params=dmuon.dedicated_params(model) to fully_shard and report this version"
+        )
+
+
+def _without_dedicated(collect: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collect)
+    def wrapped(modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None) -> Any:
+        dedicated = {p for m in modules for p in m.parameters(recurse=False) if is_dedicated(p)}
+        return collect(modules, (ignored_params or set()) | dedicated)
+
+    setattr(wrapped, _DEDICATED, True)
+    return wrapped
