@@ -21,9 +21,9 @@ def get_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """What this rank holds of the model and its optimizer.
 
     Returns:
-        {"model": {name: tensor},
-        "optimizer": {"state": {name: {slot: tensor}}, "param_groups": {index: {key: value}}}}. Tensors are the live ones: `torch.distributed.checkpoint.load` fills them in place. Take a fresh dict at
-        every save.
+        {"model": {name: tensor}, "optimizer": {"state": {name: {slot: tensor}}, "param_groups": {index: {...}}}}.
+        Tensors are the live ones: `torch.distributed.checkpoint.load` fills them in place. Take a fresh dict at every
+        save.
     """
     runtime = find_runtime(model)
     if runtime is not None:

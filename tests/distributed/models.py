@@ -14,7 +14,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
+        self.norm = nn.RMSNorm(DIM)
         self.mix = nn.Linear(DIM, DIM, bias=False)
         self.up = nn.Linear(DIM, 64)
         self.down = nn.Linear(64, DIM, bias=False)
@@ -37,7 +37,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(DIM)
+        self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

@@ -131,9 +131,9 @@ def assert_equal_histories(per_rank: list[list[Snapshot]], reference: list[Snaps
                 update = expected["weights"][name] - previous[name]
                 assert update.norm() > 0
                 error = (weight - expected["weights"][name]).norm() / update.norm()
-                # From the second step on the inputs differ by rounding, which the steep start of the polynomial
-                # amplifies up to a thousandfold where a gradient is nearly singular.
-                allowed = tolerance if step == 0 else 20 * tolerance
+                # Where a gradient is nearly singular, float32 rounding of its small singular values is amplified by
+                # the steep start of the polynomial, eight hundredfold at the origin, in both sides alike.
+                allowed = 10 * tolerance if step == 0 else 20 * tolerance
                 assert error < allowed, f"update of {name}, step {step}: {error:.2e} of its norm"
                 assert_close(weight, expected["weights"][name], f"weight {name}, step {step}", tolerance)
         for name in expected["grads"]:
