@@ -1,0 +1,170 @@
+"""From a checked configuration to a trained model: process group, data, mesh, checkpoint, training, sample."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dmuon_titan.checkpoint import TrainState, find_checkpoint, step_of
+from dmuon_titan.config import JobConfig, LoadedConfig, notes, resolved_degrees, write_resolved
+from dmuon_titan.console import StatusLine, logger
+from dmuon_titan.data.cache import cache_dirs
+from dmuon_titan.data.corpus import ensure_default_corpus
+from dmuon_titan.data.dataset import TokenDataset
+from dmuon_titan.environment import WorkerEnvironment
+from dmuon_titan.errors import DataError
+from dmuon_titan.evaluation import Evaluation
+from dmuon_titan.failures import FailureReporter
+from dmuon_titan.mesh import AXES, build_mesh, init_process_group, local_device, rendezvous_store
+from dmuon_titan.metrics import forget_after
+from dmuon_titan.seeding import seed_everything, use_deterministic_algorithms
+from dmuon_titan.signals import StopWatcher
+from dmuon_titan.trainer import Trainer
+from models.llama.sizes import FLAVORS, LlamaSize
+
+
+def run(
+    loaded: LoadedConfig,
+    environment: WorkerEnvironment,
+    reporter: FailureReporter,
+    watcher: StopWatcher,
+    status_line: StatusLine,
+) -> None:
+    """Trains to the last step, from the newest checkpoint if there is one.
+
+    Raises:
+        TitanError: one of those of `dmuon_titan.errors`.
+    """
+    config = loaded.config
+    if config.debug.deterministic:
+        use_deterministic_algorithms()
+    device = local_device(environment)
+    store = rendezvous_store(environment, config.comm.init_timeout_seconds)
+    reporter.connect(store)
+    watcher.peer_left = reporter.peer_left
+    logger.info(f"{config.job.description}: {loaded.config_path}, everything goes to {config.job.dump_folder}")
+    for note in (*loaded.notes, *notes(config)):
+        logger.info(note)
+    corpus = _embedded_corpus(config, environment, store)
+    init_process_group(config.comm, config.job.dump_folder, environment, store, device)
+
+    size = FLAVORS[config.model.name][config.model.flavor]
+    dataset = _dataset(config.training.dataset_path or corpus, config.training.seq_len, "train", size)
+    mesh = build_mesh(device, resolved_degrees(config, environment.num_ranks))
+    seed_everything(config.debug.seed)
+    state = _train_state(config, dataset)
+    checkpoint = find_checkpoint(config.checkpoint) if config.checkpoint.enable else None
+    if checkpoint is not None and step_of(checkpoint) >= config.training.steps:
+        logger.info(
+            f"this run is finished: {checkpoint} is step {step_of(checkpoint)} of training.steps = "
+            f"{config.training.steps}; to go on, raise --training.steps; to start over, choose another "
+            "--job.dump_folder"
+        )
+        return
+    if environment.rank == 0:
+        write_resolved(loaded, Path(config.job.dump_folder) / "config.toml")
+        forget_after(Path(config.job.dump_folder), step_of(checkpoint) if checkpoint else 0)
+    dist.barrier()
+    trainer = Trainer(config, mesh, size, state, watcher)
+    _describe(trainer, dataset)
+    if checkpoint is not None:
+        assert trainer.checkpointer is not None
+        trainer.checkpointer.load(checkpoint)
+        logger.info(f"continuing after step {state.step}, from {checkpoint}")
+    evaluation = None
+    if config.validation.enable:
+        evaluation = Evaluation(_validation_dataset(config, corpus, size), config, mesh, trainer.loss, watcher)
+    trainer.train(dataset, evaluation, status_line)
+    if config.training.sample_tokens:
+        _print_sample(trainer, dataset)
+
+
+def _embedded_corpus(config: JobConfig, environment: WorkerEnvironment, store: dist.Store) -> Path | None:
+    """The folder of the embedded corpus if the job reads it, prepared by one rank of each node.
+
+    The others wait at the store, not in a collective, whose time-out the preparation may exceed.
+    """
+    options = [config.training] + ([config.validation] if config.validation.enable else [])
+    if all(option.dataset_path or option.dataset is None for option in options):
+        return None
+    folders = cache_dirs(os.environ, Path(config.job.dump_folder))
+    prepared = f"dmuon_titan/corpus/{environment.node}"
+    if environment.local_rank == 0:
+        folder = ensure_default_corpus(*folders)
+        store.set(prepared, str(folder))
+    else:
+        while not store.check([prepared]):
+            time.sleep(0.1)
+        folder = Path(store.get(prepared).decode())
+    return folder
+
+
+def _dataset(folder: str | Path | None, seq_len: int, split: str, size: LlamaSize) -> TokenDataset:
+    assert folder is not None
+    dataset = TokenDataset(Path(folder), seq_len, split)
+    if dataset.vocab_size > size.vocab_size:
+        raise DataError(
+            f"{folder}: its tokenizer has a vocabulary of {dataset.vocab_size}, the model one of {size.vocab_size}: "
+            "choose another model.flavor, or prepare the data with a smaller tokenizer"
+        )
+    hashes: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hashes, dataset.manifest_hash)
+    strangers = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+    if strangers:
+        raise DataError(
+            f"{folder}: rank {strangers[0]} has other data there than rank 0 (hash of the manifest "
+            f"{hashes[strangers[0]][:12]}, {hashes[0][:12]}): all nodes must read the same prepared folder"
+        )
+    return dataset
+
+
+def _validation_dataset(config: JobConfig, corpus: Path | None, size: LlamaSize) -> TokenDataset:
+    options = config.validation
+    folder = options.dataset_path or (corpus if options.dataset else config.training.dataset_path or corpus)
+    return _dataset(folder, options.seq_len or config.training.seq_len, "validation", size)
+
+
+def _train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
+    tokenizer = dataset.manifest.tokenizer
+    return TrainState(
+        seed=config.debug.seed,
+        seq_len=config.training.seq_len,
+        data=dataset.manifest_hash[:16],
+        tokenizer=tokenizer.sha256[:16] if tokenizer else "none",
+        num_ranks=dist.get_world_size(),
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _describe(trainer: Trainer, dataset: TokenDataset) -> None:
+    """What is about to be trained, on what, by how many; each line once a job."""
+    config, mesh, size = trainer.config, trainer.mesh, trainer.size
+    seq_len = config.training.seq_len
+    if trainer.plan is None:
+        split = "all by AdamW"
+    else:
+        num_dedicated = sum(math.prod(entry.shape) for entry in trainer.plan.entries)
+        num_symmetric = sum(math.prod(shape) for shape in trainer.plan.symmetric.values())
+        split = (
+            f"{num_dedicated:,} in {len(trainer.plan.entries)} matrices by Muon, {num_symmetric:,} in "
+            f"{len(trainer.plan.symmetric)} others by AdamW"
+        )
+    degrees = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in AXES)
+    logger.info(
+        f"{config.model.name} {config.model.flavor}: {size.num_parameters():,} parameters, {split}; "
+        f"{size.flops_per_token(seq_len):,} FLOPs a token"
+    )
+    logger.info(
+        f"mesh: {degrees} on {mesh.device.type}; a step: {trainer.global_batch_size} sequences of {seq_len} tokens = "
+        f"{config.training.local_batch_size} x {mesh.dp_world} data-parallel ranks x {trainer.num_micro_batches} "
+        "micro-batches"
+    )
+    logger.info(
+        f"data: {dataset.folder}, {dataset.num_tokens:,} tokens, {dataset.num_windows:,} sequences, vocabulary "
+        f"{dataset.vocab_size:,} of the model's {size.vocab_size:,}"
+    )

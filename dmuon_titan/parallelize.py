@@ -1,0 +1,76 @@
+"""From a model's size to a model on the mesh: activation checkpointing, compile, dedicated matrices, FSDP2, weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import dmuon
+from dmuon_titan.activation_checkpoint import checkpoint_activations
+from dmuon_titan.config.schema import JobConfig
+from dmuon_titan.mesh import ParallelMesh
+from models.llama.initialization import Initializer
+from models.llama.model import Llama
+from models.llama.sizes import LlamaSize
+
+
+def build_model(config: JobConfig, size: LlamaSize, mesh: ParallelMesh) -> tuple[Llama, dmuon.Plan | None]:
+    """Builds the model with its weights, each rank holding only its part.
+
+    Returns:
+        The model and who owns which matrix; None where AdamW updates everything.
+    """
+    with torch.device("meta"):
+        model = Llama(size, config.training.seq_len)
+    plan = parallelize(model, config, mesh)
+    dmuon.materialize(model, Initializer(size, config.debug.seed), mesh.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device))
+    return model, plan
+
+
+def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Plan | None:
+    """Wraps each block from the inside out. The order matters: recomputation lies inside the compiled region, which
+    lies inside the hooks that gather and free weights."""
+    options = config.activation_checkpoint
+    checkpoint_activations(model.layers, options.mode, options.selective_ac_option)
+    if config.compile.enable and "model" in config.compile.components:
+        for layer in model.layers:
+            # Only forward, not the module: names stay clean, and hooks stay outside of the graph.
+            layer.forward = torch.compile(layer.forward, backend=config.compile.backend, fullgraph=True)
+    param_dtype = getattr(torch, config.training.mixed_precision_param)
+    reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
+    reshard = config.parallelism.fsdp_reshard_after_forward != "never"
+    plan = None
+    if config.optimizer.name == "Muon":
+        plan = dmuon.dedicate_params(
+            model,
+            mesh.shard,
+            replicate_mesh=mesh.replicate,
+            reshard_after_forward=reshard,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+        )
+    shard(model, mesh, MixedPrecisionPolicy(param_dtype, reduce_dtype), config.parallelism.fsdp_reshard_after_forward)
+    return plan
+
+
+def shard(model: Llama, mesh: ParallelMesh, precision: MixedPrecisionPolicy, reshard_after_forward: str) -> None:
+    """FSDP2 over everything that has no owner: blocks, embedding, head with the last norm, then the rest."""
+    device_mesh, owned = mesh.fully_shard, dmuon.dedicated_params(model)
+    reshard = reshard_after_forward != "never"
+    tied = model.output.weight is model.tok_embeddings.weight
+    if not tied:
+        fully_shard(model.tok_embeddings, mesh=device_mesh, mp_policy=precision, reshard_after_forward=reshard)
+    for layer in model.layers:
+        fully_shard(layer, mesh=device_mesh, mp_policy=precision, reshard_after_forward=reshard, ignored_params=owned)
+    if not tied:
+        # Backward needs these first: freeing them after forward would only fetch them twice.
+        fully_shard(
+            [model.norm, model.output],
+            mesh=device_mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward == "always",
+        )
+    fully_shard(model, mesh=device_mesh, mp_policy=precision, ignored_params=owned)

@@ -1,0 +1,257 @@
+"""The training loop: a step reads from top to bottom.
+
+Shape legend: B sequences of a micro-batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dmuon
+from dmuon_titan.checkpoint import Checkpointer, TrainState
+from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
+from dmuon_titan.console import StatusLine, logger
+from dmuon_titan.data.dataset import TokenDataset
+from dmuon_titan.data.loader import Batch, build_loader
+from dmuon_titan.data.trace import BatchTrace
+from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
+from dmuon_titan.evaluation import Evaluation, agreed_to_stop
+from dmuon_titan.loss import IGNORE_INDEX, build_loss
+from dmuon_titan.lr_scheduler import build_schedule
+from dmuon_titan.mesh import ParallelMesh, copy_to
+from dmuon_titan.metrics import Metrics, StepFigures
+from dmuon_titan.optimizer import build_optimizer
+from dmuon_titan.parallelize import build_model
+from dmuon_titan.profiling import Profiler
+from dmuon_titan.signals import StopWatcher
+from dmuon_titan.torch_internals import set_group_timeout
+from models.llama.sizes import LlamaSize
+
+# A first step can compile for minutes; a scheduler gives half a minute after SIGTERM. Nothing is lost by leaving then.
+_FIRST_STEP_PATIENCE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What forward and backward of a step found, equal on all ranks. stop: some rank was asked to stop."""
+
+    loss: float
+    norm: float
+    num_valid_tokens: int
+    stop: bool
+
+
+class StepBatches:
+    """The micro-batches of one step after the other, traced if asked for."""
+
+    def __init__(
+        self, dataset: TokenDataset, config: JobConfig, mesh: ParallelMesh, num_consumed: int, num_micro_batches: int
+    ) -> None:
+        self.num_micro_batches = num_micro_batches
+        self._batches = build_loader(
+            dataset,
+            seed=config.debug.seed,
+            seq_len=config.training.seq_len,
+            local_batch_size=config.training.local_batch_size,
+            dp_rank=mesh.dp_rank,
+            dp_world=mesh.dp_world,
+            num_consumed=num_consumed,
+            num_microbatches=num_micro_batches,
+            num_workers=config.training.dataloader.num_workers,
+        )
+        self._trace = BatchTrace(Path(config.job.dump_folder), mesh.dp_rank) if config.debug.trace_batches else None
+        self._epoch: int | None = None
+
+    def next(self, step: int) -> list[Batch]:
+        micro_batches = list(itertools.islice(self._batches, self.num_micro_batches))
+        epoch = micro_batches[-1].epoch
+        if self._epoch is not None and epoch > self._epoch:
+            logger.info(f"epoch {epoch} begins at step {step}")
+        self._epoch = epoch
+        if self._trace is not None:
+            for micro, batch in enumerate(micro_batches):
+                self._trace.append(step, micro, batch)
+        return micro_batches
+
+
+class Trainer:
+    """One run on one mesh. Every method is called by all ranks together.
+
+    Attributes:
+        model, optimizer, plan: as built; plan is None without dedicated parameters.
+        state: steps made, samples consumed, tokens seen.
+    """
+
+    def __init__(
+        self, config: JobConfig, mesh: ParallelMesh, size: LlamaSize, state: TrainState, watcher: StopWatcher
+    ) -> None:
+        self.config, self.mesh, self.size, self.state, self.watcher = config, mesh, size, state, watcher
+        self.model, self.plan = build_model(config, size, mesh)
+        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.loss = build_loss(config.compile)
+        self.schedule = build_schedule(config.lr_scheduler, config.training.steps)
+        self.peak_learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.checkpointer: Checkpointer | None = None
+        if config.checkpoint.enable:
+            self.checkpointer = Checkpointer(config.checkpoint, self.model, self.optimizer, state, mesh.device)
+        self.global_batch_size = global_batch_size(config, dist.get_world_size())
+        self.num_micro_batches = num_microbatches(config, dist.get_world_size())
+
+    def train(self, dataset: TokenDataset, evaluation: Evaluation | None, status_line: StatusLine) -> None:
+        """Makes the steps that are left, from `state` on.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm is not finite; nothing of that step was applied.
+            Preempted: a signal asked to stop; the step made last is saved.
+            DataError, CheckpointError: data can't be read, a checkpoint can't be written.
+        """
+        config, start_step, rank = self.config, self.state.step, dist.get_rank()
+        self.evaluation = evaluation
+        self.metrics = Metrics(
+            config,
+            self.mesh.device,
+            rank=rank,
+            flops_per_token=self.size.flops_per_token(config.training.seq_len),
+            ranks_per_batch=self.mesh.degree("tp"),
+            start_step=start_step,
+            status_line=status_line,
+        )
+        batches = StepBatches(dataset, config, self.mesh, self.state.consumed_samples, self.num_micro_batches)
+        profiler = Profiler(config.profiling, self.mesh.device, rank, start_step)
+        # Left alone, Python collects garbage at a moment of its own on every rank, and all ranks wait each time.
+        gc.collect()
+        gc.disable()
+        self._begin()
+        try:
+            with profiler.running():
+                while self.state.step < config.training.steps:
+                    stop = self._train_step(batches)
+                    if self.state.step == start_step + 1:
+                        self._after_first_step()
+                    stop = self._validate_if_due(stop)
+                    self._save_if_due(stop)
+                    if self.state.step % config.training.gc_freq == 0:
+                        gc.collect(1)
+                    profiler.step()
+        finally:
+            gc.enable()
+            self.metrics.close()
+
+    def _train_step(self, batches: StepBatches) -> bool:
+        """One optimizer step. Returns whether the ranks agreed to stop after it."""
+        step = self.state.step + 1
+        with self.metrics.data_loading():
+            micro_batches = batches.next(step)
+        local_loss, num_valid, gradients = self._forward_backward(micro_batches)
+        self._check(step, gradients)
+        if self.checkpointer is not None:
+            self.checkpointer.publish()  # what the last step wrote has now proved sound
+        factor = self.schedule(step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_learning_rates, strict=True):
+            group["lr"] = peak * factor
+        self.optimizer.step()
+        self.state.step = step
+        self.state.consumed_samples += self.global_batch_size
+        self.state.tokens_seen += self.global_batch_size * self.config.training.seq_len
+        self.metrics.count(sum(batch.input_BS.numel() for batch in micro_batches))
+        if self.metrics.should_log(step):
+            self._log(step, gradients, local_loss / num_valid.clamp(min=1), micro_batches[-1].epoch)
+        self.metrics.progress(step, gradients.loss)
+        return gradients.stop
+
+    def _forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, Gradients]:
+        """Leaves in `.grad` the gradient of the mean loss over all valid tokens of all ranks, clipped.
+
+        Returns:
+            This rank's summed loss and number of valid tokens, 0-dim; and what all ranks found together.
+        """
+        mesh, device = self.mesh, self.mesh.device
+        inputs = [copy_to(device, batch.input_BS) for batch in micro_batches]
+        labels = [copy_to(device, batch.label_BS) for batch in micro_batches]
+        num_valid = torch.stack([(label_BS != IGNORE_INDEX).sum() for label_BS in labels]).sum()
+        global_valid = num_valid.clone()
+        dist.all_reduce(global_valid, group=mesh.dp_group)
+        # FSDP2 and dmuon average over data-parallel ranks; every token shall weigh the same, whichever rank has it.
+        scale = mesh.dp_world / global_valid.clamp(min=1).double()
+        local_loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.optimizer.zero_grad()
+        for input_BS, label_BS in zip(inputs, labels, strict=True):
+            loss = self.loss(self.model(input_BS), label_BS)
+            (loss * scale).backward()
+            local_loss += loss.detach()
+        max_norm = self.config.training.max_norm
+        norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
+        # All ranks learn the loss and any rank's wish to stop. Reading them is the step's one wait for the device.
+        shared = torch.stack([local_loss, local_loss.new_tensor(float(self.watcher.requested))])
+        dist.all_reduce(shared)
+        loss_sum, stop = (shared / mesh.degree("tp")).unbind()
+        read = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double(), stop])
+        loss, norm_value, valid, stop_value = read.tolist()
+        return local_loss, num_valid, Gradients(loss, norm_value, int(valid), stop_value > 0)
+
+    def _check(self, step: int, gradients: Gradients) -> None:
+        if gradients.num_valid_tokens == 0:
+            raise DataError(f"step {step}: no token of the global batch is a valid target")
+        if not (math.isfinite(gradients.loss) and math.isfinite(gradients.norm)):
+            raise NonFiniteError(
+                f"step {step}: loss {gradients.loss}, gradient norm {gradients.norm}; nothing of this step was "
+                "applied. Lower optimizer.lr or lengthen lr_scheduler.warmup_steps; run again, it continues from the "
+                "newest checkpoint"
+            )
+
+    def _log(self, step: int, gradients: Gradients, local_mean: Tensor, epoch: int) -> None:
+        dist.all_reduce(local_mean, op=dist.ReduceOp.MAX)
+        rates = tuple(group["lr"] for group in self.optimizer.param_groups)
+        figures = StepFigures(gradients.loss, local_mean.item(), gradients.norm, rates, epoch)
+        self.metrics.log(step, figures, self.state.tokens_seen)
+
+    def _validate_if_due(self, stop: bool) -> bool:
+        """Returns whether to stop, which may be asked for meanwhile."""
+        step, freq = self.state.step, self.config.validation.freq
+        due = step % freq == 0 or step == self.config.training.steps
+        if self.evaluation is None or stop or not due:
+            return stop
+        with self.metrics.paused():
+            loss = self.evaluation.loss(self.model)
+        if loss is None:
+            return True
+        self.metrics.log_validation(step, loss)
+        return False
+
+    def _save_if_due(self, stop: bool) -> None:
+        step, last = self.state.step, self.state.step == self.config.training.steps
+        if self.checkpointer is None:
+            if stop and not last:
+                raise TitanError(
+                    f"stopped by a signal after step {step}; nothing was saved, for checkpoint.enable = false"
+                )
+            return
+        if stop or last or step % self.config.checkpoint.interval == 0:
+            with self.metrics.paused():
+                self.checkpointer.write()
+                if stop or last:  # there is no next step to wait for
+                    self.checkpointer.publish()
+        if stop and not last:
+            raise Preempted(
+                f"stopped by a signal after step {step}, which is saved; the same command continues from it"
+            )
+
+    def _begin(self) -> None:
+        """From here on ranks stop together, at the end of a step. Until then each leaves at once: nothing is lost."""
+        self.watcher.patience_s = _FIRST_STEP_PATIENCE_S
+        if agreed_to_stop(self.watcher):
+            raise Preempted("stopped by a signal before the first step; there is nothing to save")
+
+    def _after_first_step(self) -> None:
+        self.watcher.patience_s = math.inf
+        # What may take long, compilation and the start of communicators, is over.
+        for group in (None, *self.mesh.mesh.get_all_groups()):
+            set_group_timeout(group, self.config.comm.train_timeout_seconds)
