@@ -1,0 +1,249 @@
+"""Checks across sections, made before any process is started. Pure but for looking at files, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dmuon_titan.config.derived import num_microbatches, resolved_degrees, schedule_notes
+from dmuon_titan.config.loading import load_config
+from dmuon_titan.config.memory import GIB, MemoryNeed, memory_need
+from dmuon_titan.config.paths import TRAIN_CONFIGS
+from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, SECTIONS, JobConfig, get
+from dmuon_titan.config.suggestions import nearest
+from dmuon_titan.config.values import to_toml
+from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, read_manifest, sha256_of_file
+from dmuon_titan.errors import ConfigError
+from models.llama.sizes import FLAVORS, LlamaSize
+
+# A suggested command must not be refused by the next check, the allocator's: room above the lower bound.
+_ROOM = 1.3
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a job is to run.
+
+    num_ranks: processes over all nodes.
+    device_memory_bytes: what one rank may use; None if that is not known.
+    """
+
+    num_ranks: int
+    device_type: Literal["cuda", "cpu"]
+    device_memory_bytes: int | None = None
+
+
+def validate(config: JobConfig, world: World) -> list[str]:
+    """Every mistake of a configuration that its single values don't show, one line each.
+
+    Raises:
+        DataError: there is no mistake, but a prepared folder has no readable manifest.
+    """
+    size = _find_size(config)
+    mistakes = [
+        *_unsupported(config),
+        *_flavor_mistakes(config),
+        *_mesh_mistakes(config, world.num_ranks),
+        *_single_section_mistakes(config),
+        *_dataset_mistakes(config),
+    ]
+    if size is not None:
+        mistakes += _size_mistakes(config, size)
+        mistakes += _tensor_parallel_mistakes(config, size)
+    if not mistakes and size is not None:
+        mistakes += _manifest_mistakes(config, size)
+    if size is not None:
+        mistakes += _memory_mistakes(config, size, world)
+    return mistakes
+
+
+def notes(config: JobConfig) -> list[str]:
+    """What a valid configuration's job does otherwise than asked, or what may surprise; one line each."""
+    lines = schedule_notes(config)
+    size = _find_size(config)
+    for prefix, folder in _prepared_folders(config):
+        dataset = get(config, f"{prefix}.dataset")
+        if dataset not in (EMBEDDED_DATASET, None):
+            lines.append(f'{prefix}.dataset = "{dataset}": no effect: {prefix}.dataset_path replaces it')
+        vocab_size = read_manifest(folder).vocab_size
+        if prefix == "training" and size is not None and vocab_size < size.vocab_size:
+            lines.append(
+                f"the tokenizer's vocabulary of {vocab_size} is smaller than the model's of {size.vocab_size}: "
+                f"{size.vocab_size - vocab_size} rows of embedding and output head stay unused"
+            )
+    return lines
+
+
+def _find_size(config: JobConfig) -> LlamaSize | None:
+    return FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+
+
+def _flavor_mistakes(config: JobConfig) -> Iterator[str]:
+    name, flavor = config.model.name, config.model.flavor
+    if name not in FLAVORS:
+        yield f'model.name = "{name}": unknown model; legal: {", ".join(FLAVORS)}'
+    elif flavor not in FLAVORS[name]:
+        known = FLAVORS[name]
+        yield (
+            f'model.flavor = "{flavor}": unknown flavor of {name}; nearest: "{nearest(flavor, known)}"; '
+            f"legal: {', '.join(known)}"
+        )
+
+
+def _unsupported(config: JobConfig) -> Iterator[str]:
+    """Values that are legal names but don't work so far. A section that is not enabled can't be wrong."""
+    enabled = {name: f"{name}.enable" not in KEYS or get(config, f"{name}.enable") for name in SECTIONS}
+    for key in KEYS.values():
+        value = get(config, key.name)
+        if key.supported and value not in key.supported and enabled[key.section]:
+            works = " or ".join("none" if item is None else to_toml(item) for item in key.supported)
+            yield f"{key.name} = {to_toml(value)}: not supported yet; legal for now: {works}"
+
+
+def _mesh_mistakes(config: JobConfig, num_ranks: int) -> Iterator[str]:
+    try:
+        num_microbatches(config, num_ranks)
+    except ConfigError as mistake:
+        yield str(mistake)
+
+
+def _single_section_mistakes(config: JobConfig) -> Iterator[str]:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+        yield (f'activation_checkpoint.selective_ac_option = "{option}": legal: "op", or "N" for every N-th block')
+    profiling = config.profiling
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        yield (
+            f"profiling.profile_freq = {profiling.profile_freq}: shorter than profiler_warmup + profiler_active "
+            f"= {cycle}"
+        )
+
+
+def _size_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable and config.validation.seq_len:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    for name, seq_len in lengths.items():
+        if seq_len > size.max_seq_len:
+            yield (
+                f"{name} = {seq_len}: {config.model.name} {config.model.flavor} takes at most {size.max_seq_len} tokens"
+            )
+
+
+def _tensor_parallel_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
+    tp = config.parallelism.tensor_parallel_degree
+    divided = {
+        "attention heads": size.num_heads,
+        "kv heads": size.num_kv_heads,
+        "vocabulary": size.vocab_size,
+        "feed-forward width": size.ffn_hidden_dim,
+        "training.seq_len": config.training.seq_len,
+    }
+    if config.validation.enable and config.validation.seq_len:
+        divided["validation.seq_len"] = config.validation.seq_len
+    if tp < 1 or not any(count % tp for count in divided.values()):
+        return
+    strangers = ", ".join(f"{name} {count}" for name, count in divided.items() if count % tp)
+    largest = max(degree for degree in range(1, tp + 1) if not any(count % degree for count in divided.values()))
+    yield f"parallelism.tensor_parallel_degree = {tp}: doesn't divide {strangers}; largest legal below: {largest}"
+
+
+def _prepared_folders(config: JobConfig) -> Iterator[tuple[str, Path]]:
+    """The section and folder of each prepared data set that the job reads."""
+    for prefix in ("training", "validation") if config.validation.enable else ("training",):
+        folder = get(config, f"{prefix}.dataset_path")
+        if folder is not None:
+            yield prefix, Path(folder)
+
+
+def _dataset_mistakes(config: JobConfig) -> Iterator[str]:
+    prepared = dict(_prepared_folders(config))
+    for prefix in ("training", "validation") if config.validation.enable else ("training",):
+        dataset = get(config, f"{prefix}.dataset")
+        if prefix in prepared:
+            if not prepared[prefix].is_dir():
+                yield f"{prefix}.dataset_path = {to_toml(str(prepared[prefix]))}: no such folder"
+        elif dataset not in (EMBEDDED_DATASET, None):
+            yield (
+                f'{prefix}.dataset = "{dataset}": only "{EMBEDDED_DATASET}" is embedded; prepare other text with '
+                f"`{PREPARE_COMMAND} FILE_OR_FOLDER... --output FOLDER` and set {prefix}.dataset_path = FOLDER"
+            )
+    tokenizer = config.model.tokenizer_path
+    if tokenizer is not None and "training" not in prepared:
+        yield (
+            f"model.tokenizer_path = {to_toml(tokenizer)}: the embedded corpus has its own tokenizer; prepare data "
+            f"with yours by `{PREPARE_COMMAND}` and set training.dataset_path"
+        )
+    elif tokenizer is not None and not Path(tokenizer).is_file():
+        yield f"model.tokenizer_path = {to_toml(tokenizer)}: no such file"
+
+
+def _manifest_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
+    """What the prepared data says against the model. Raises DataError if it can't be asked."""
+    manifests = {prefix: read_manifest(folder) for prefix, folder in _prepared_folders(config)}
+    for prefix, manifest in manifests.items():
+        if manifest.vocab_size > size.vocab_size:
+            yield (
+                f"{prefix}.dataset_path: its tokenizer has a vocabulary of {manifest.vocab_size}, larger than the "
+                f"{size.vocab_size} of {config.model.name} {config.model.flavor}"
+            )
+    if "training" in manifests:
+        yield from _tokenizer_mistakes(config, manifests["training"])
+    held_out = manifests.get("validation")
+    if held_out is None and config.validation.dataset is None:
+        held_out = manifests.get("training")
+    if config.validation.enable and held_out is not None and "validation" not in held_out.splits:
+        yield "validation.enable = true: the prepared data has no validation split"
+
+
+def _tokenizer_mistakes(config: JobConfig, manifest: Manifest) -> Iterator[str]:
+    path = config.model.tokenizer_path
+    if path is None:
+        return
+    prepared_with = manifest.tokenizer.sha256 if manifest.tokenizer else "none"
+    found = sha256_of_file(Path(path))
+    if found != prepared_with:
+        yield (
+            f"model.tokenizer_path = {to_toml(path)}: another tokenizer than the data was prepared with "
+            f"(sha256 {found[:12]}, data {prepared_with[:12]})"
+        )
+
+
+def _memory_mistakes(config: JobConfig, size: LlamaSize, world: World) -> Iterator[str]:
+    need = _need(config, size, world)
+    found = world.device_memory_bytes
+    if need is None or found is None or need.total_bytes <= found:
+        return
+    fitting = _fitting_preset(need, world)
+    advice = f"; this fits here: ./run_train.sh --config {fitting}" if fitting else ""
+    yield (
+        f"model.flavor = {to_toml(config.model.flavor)}: each of {world.num_ranks} ranks needs at least "
+        f"{need.total_bytes} bytes ({need.total_bytes / GIB:.1f} GiB: weights, gradients and optimizer state "
+        f"{need.state_bytes / GIB:.1f}, activations {need.activation_bytes / GIB:.1f}), {found} bytes "
+        f"({found / GIB:.1f} GiB) are there{advice}"
+    )
+
+
+def _need(config: JobConfig, size: LlamaSize, world: World) -> MemoryNeed | None:
+    try:
+        return memory_need(config, size, resolved_degrees(config, world.num_ranks))
+    except (ConfigError, ValueError):
+        return None  # a mistake that another check names
+
+
+def _fitting_preset(need: MemoryNeed, world: World) -> str | None:
+    """The largest shipped configuration that runs here; on a CPU the one made for it."""
+    fitting: dict[str, int] = {}
+    names = ["debug_model"] if world.device_type == "cpu" else [path.stem for path in TRAIN_CONFIGS.glob("*.toml")]
+    for name in names:
+        config = load_config(["--config", str(TRAIN_CONFIGS / f"{name}.toml")], environ={}).config
+        size = _find_size(config)
+        smaller = _need(config, size, world) if size else None
+        if smaller is None or any(_unsupported(config)) or any(_mesh_mistakes(config, world.num_ranks)):
+            continue
+        if smaller.total_bytes * _ROOM <= min(need.total_bytes, world.device_memory_bytes or 0):
+            fitting[f"{name}.toml"] = smaller.total_bytes
+    return max(fitting, key=lambda name: fitting[name]) if fitting else None
