@@ -76,6 +76,7 @@ class Muon(torch.optim.Optimizer):
         if ns_backend not in BACKENDS:
             raise ValueError(f"ns_backend = {ns_backend!r}: must be one of {', '.join(BACKENDS)}")
         resolve(ns_coefficients, ns_steps)
+        resolve_dtype(ns_dtype, torch.device("cpu"))
 
         by_master = {param.master: param for unit in runtime.units for param in unit.params}
         dedicated = [param for param in model.parameters() if param in by_master]

@@ -1,0 +1,206 @@
+"""What a training script sees of dedicated parameters outside forward and backward, and the errors it can make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.hooks import find_runtime
+from tests.distributed import models
+from tests.distributed.pool import RankPool
+from tests.distributed.test_reference_equality import build
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def backward(model: torch.nn.Module, step: int = 0) -> None:
+    tokens, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in models.batch(step))
+    models.loss_of(model, tokens, targets).backward()
+
+
+def look() -> dict[str, Any]:
+    model = build((1, 2), "ignored", reshard=True)
+    optimizer = dmuon.Muon(model, lr=1e-2)
+    before = {n: (tuple(p.shape), p.device.type) for n, p in model.named_parameters()}
+    backward(model)
+    with torch.no_grad():
+        model.eval()
+        evaluated = model(models.batch(1)[0])
+        model.train()
+    after = {n: (tuple(p.shape), p.device.type) for n, p in model.named_parameters()}
+    runtime = find_runtime(model)
+    assert runtime is not None
+    kept = sum(s.compute.untyped_storage().nbytes() for u in runtime.units for s in u.sections if not s.is_owner)
+    meta = next(p for p in model.parameters() if p.device.type == "meta")
+    return {
+        "before": before,
+        "same_after": before == after,
+        "kept_bytes": kept,
+        "reading": error_of(lambda: meta.sum().item()),
+        "groups": [len(group["params"]) for group in optimizer.param_groups],
+        "grads": {n: p.grad is not None for n, p in model.named_parameters() if models.is_dedicated(n)},
+        "evaluated": evaluated,
+    }
+
+
+def test_names_shapes_and_groups_are_the_same_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(look)
+    assert first["before"].keys() == second["before"].keys()
+    for name, (shape, device) in first["before"].items():
+        other_shape, other_device = second["before"][name]
+        assert shape == other_shape
+        if models.is_dedicated(name):
+            assert {device, other_device} == {"cpu", "meta"}
+            owner = first if device == "cpu" else second
+            assert owner["grads"][name]
+            assert not (second if owner is first else first)["grads"][name]
+    for seen in (first, second):
+        assert seen["same_after"]
+        assert seen["kept_bytes"] == 0
+        assert "meta" in seen["reading"]
+        assert seen["groups"] == first["groups"]
+    assert torch.equal(first["evaluated"], second["evaluated"])
+
+
+def test_evaluation_between_steps_sees_the_newest_weights(ranks: Callable[[int], RankPool]) -> None:
+    for mesh_shape in [(1, 2), (2, 1)]:
+        for before, after, again in ranks(2).run(evaluate_around_a_step, mesh_shape):
+            assert not torch.equal(before, after)
+            assert torch.equal(after, again)
+
+
+def evaluate_around_a_step(mesh_shape: tuple[int, int]) -> list[torch.Tensor]:
+    model = build(mesh_shape, "plain", reshard=False)
+    optimizer = dmuon.Muon(model, lr=1e-2)
+    tokens = models.batch(7)[0]
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens)
+
+    before = evaluate()
+    backward(model)
+    optimizer.step()
+    return [before, evaluate(), evaluate()]
+
+
+def block_called_twice(reshard: bool) -> dict[str, torch.Tensor]:
+    """The first block's output goes through it again; returns the gradients that this rank holds."""
+    model = build((1, 2), "ignored", reshard)
+    block = model.layers[0]
+    x = torch.randn(4, 3, models.DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+    block(block(x)).square().mean().backward()
+    return {n: p.grad for n, p in model.named_parameters() if models.is_dedicated(n) and p.grad is not None}
+
+
+def test_block_called_twice_sums_both_uses(ranks: Callable[[int], RankPool]) -> None:
+    plain = models.SmallModel()
+    models.initialize(plain)
+    for rank in range(2):
+        x = torch.randn(4, 3, models.DIM, generator=torch.Generator().manual_seed(rank))
+        (plain.layers[0](plain.layers[0](x)).square().mean() / 2).backward()
+    expected = dict(plain.named_parameters())
+    for reshard in (True, False):
+        held = [item for grads in ranks(2).run(block_called_twice, reshard) for item in grads.items()]
+        assert len(held) == 7
+        for name, grad in held:
+            torch.testing.assert_close(grad, expected[name].grad, rtol=1e-5, atol=1e-7)
+
+
+def failed_backward_then_step() -> tuple[torch.Tensor, torch.Tensor]:
+    def gradient(model: torch.nn.Module, *, fail_first: bool) -> torch.Tensor:
+        if fail_first:
+            handle = model.layers[1].mix.register_full_backward_hook(fail)
+            x = model.layers[2](model.layers[1](torch.ones(2, 3, models.DIM)))
+            try:
+                x.sum().backward()
+                raise AssertionError("the hook did not fail")
+            except ZeroDivisionError:
+                handle.remove()
+            model.zero_grad()
+        backward(model)
+        total = dmuon.clip_grad_norm_(model, None)
+        model.zero_grad()
+        return total
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    model = build((1, 2), "ignored", reshard=True)
+    return gradient(model, fail_first=True), gradient(build((1, 2), "ignored", reshard=True), fail_first=False)
+
+
+def test_an_exception_in_backward_leaves_nothing_behind(ranks: Callable[[int], RankPool]) -> None:
+    for after_failure, undisturbed in ranks(2).run(failed_backward_then_step):
+        torch.testing.assert_close(after_failure, undisturbed)
+
+
+def mistakes() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+
+    def after_fully_shard() -> None:
+        model = models.SmallModel()
+        fully_shard(model, mesh=mesh["shard"])
+        dmuon.dedicate_params(model, mesh["shard"])
+
+    def twice() -> None:
+        model = models.SmallModel()
+        dmuon.dedicate_params(model, mesh["shard"])
+        dmuon.dedicate_params(model, mesh["shard"])
+
+    def muon_on_meta() -> None:
+        with torch.device("meta"):
+            model = models.SmallModel()
+        dmuon.dedicate_params(model, mesh["shard"])
+        dmuon.Muon(model)
+
+    return {
+        "after_fully_shard": error_of(after_fully_shard),
+        "twice": error_of(twice),
+        "two_axes": error_of(lambda: dmuon.dedicate_params(models.SmallModel(), mesh)),
+        "nothing": error_of(lambda: dmuon.dedicate_params(models.SmallModel(), mesh["shard"], lambda *_: False)),
+        "no_boundary": error_of(
+            lambda: dmuon.dedicate_params(models.SmallModel(), mesh["shard"], lambda name, _: name == "output.weight")
+        ),
+        "muon_on_meta": error_of(muon_on_meta),
+    }
+
+
+def test_calls_in_the_wrong_order_or_with_the_wrong_mesh_are_named(ranks: Callable[[int], RankPool]) -> None:
+    expected = {
+        "after_fully_shard": "before fully_shard",
+        "twice": "call it once",
+        "two_axes": "replicate_mesh=",
+        "nothing": "predicate",
+        "no_boundary": "output.weight",
+        "muon_on_meta": "dmuon.materialize",
+    }
+    for messages in ranks(2).run(mistakes):
+        for case, words in expected.items():
+            assert words in messages[case], f"{case}: {messages[case]!r}"
+
+
+def plan_and_default_choice() -> tuple[str, list[str]]:
+    model = models.SmallModel()
+    plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    return str(plan), [entry.name for entry in plan.entries]
+
+
+def test_plan_is_the_same_everywhere_and_default_takes_the_blocks_matrices(ranks: Callable[[int], RankPool]) -> None:
+    (text, names), (other_text, _) = ranks(2).run(plan_and_default_choice)
+    assert text == other_text
+    weights = ("mix", "up", "down", "narrow", "widen")
+    assert names == [f"layers.{i}.{w}.weight" for i in range(3) for w in weights]
+    assert "owner (0, 1)" in text

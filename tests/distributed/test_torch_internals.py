@@ -1,0 +1,80 @@
+"""Each private name of torch that the project uses does what it is used for, on the torch that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dmuon import torch_internals
+from tests.distributed.pool import RankPool
+
+
+def test_in_backward_is_true_inside_backward_only() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(torch_internals.in_backward()))
+    assert not torch_internals.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+
+
+def test_backward_callback_runs_once_after_all_gradients() -> None:
+    order = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    y = x * 2
+
+    def queue(_: torch.Tensor) -> None:
+        torch_internals.queue_backward_callback(lambda: order.append("callback"))
+
+    y.register_hook(queue)
+    y.sum().backward()
+    assert order == ["gradient", "callback"]
+
+
+def test_foreach_operations() -> None:
+    tensors, ends = [torch.ones(2), torch.zeros(3)], [torch.zeros(2), torch.ones(3)]
+    torch_internals.foreach_lerp_(tensors, ends, 0.25)
+    assert torch.equal(tensors[0], torch.full((2,), 0.75))
+    torch_internals.foreach_mul_(tensors, torch.tensor(2.0))
+    assert torch.equal(tensors[1], torch.full((3,), 0.5))
+    assert [norm.item() for norm in torch_internals.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
+
+
+def shards_match() -> bool:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    full = torch.arange(35).view(5, 7)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
+    shape, offset = torch_internals.local_shard(sharded)
+    return torch.equal(full[offset[0] : offset[0] + shape[0]], sharded.to_local())
+
+
+def test_local_shard_is_what_dtensor_holds_uneven_and_empty_ones_too(ranks: Callable[[int], RankPool]) -> None:
+    assert all(ranks(2).run(shards_match))
+    assert all(ranks(4).run(shards_match))
+
+
+def marked_after_plain_fully_shard() -> tuple[bool, bool, bool]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch_internals.mark_dedicated(model[0].weight)
+    torch_internals.exclude_dedicated_from_fully_shard()
+    torch_internals.exclude_dedicated_from_fully_shard()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model[1].bias})
+    return (
+        isinstance(model[0].weight, DTensor),
+        isinstance(model[0].bias, DTensor) and isinstance(model[1].weight, DTensor),
+        isinstance(model[1].bias, DTensor),
+    )
+
+
+def test_plain_fully_shard_leaves_marked_parameters_alone(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(marked_after_plain_fully_shard) == [(False, True, False)] * 2
