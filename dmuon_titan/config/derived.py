@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmuon_titan.config.schema import JobConfig
+from dmuon_titan.config.schema import JobConfig, LRScheduler
 from dmuon_titan.errors import ConfigError
 
 
@@ -81,25 +81,28 @@ class ScheduleLengths:
         return self.warmup + self.stable + self.decay
 
 
-def schedule_lengths(config: JobConfig) -> ScheduleLengths:
-    """The schedule as it runs: a warm-up longer than the whole is cut to it, and a decay to what is left."""
-    options = config.lr_scheduler
-    total = options.total_steps or config.training.steps
+def schedule_lengths(options: LRScheduler, num_steps: int) -> ScheduleLengths:
+    """The schedule as it runs: a warm-up longer than the whole is cut to it, and a decay to what is left.
+
+    Args:
+        num_steps: steps of the training, which the schedule spans unless `total_steps` says otherwise.
+    """
+    total = options.total_steps or num_steps
     warmup = min(options.warmup_steps, total)
-    decay = min(_asked_decay_steps(config, total), total - warmup)
+    decay = min(_asked_decay_steps(options, total), total - warmup)
     return ScheduleLengths(warmup, total - warmup - decay, decay)
 
 
-def schedule_notes(config: JobConfig) -> list[str]:
+def schedule_notes(options: LRScheduler, num_steps: int) -> list[str]:
     """How the schedule differs from what was asked for."""
-    lengths, options = schedule_lengths(config), config.lr_scheduler
+    lengths = schedule_lengths(options, num_steps)
     notes = []
     if options.warmup_steps > lengths.warmup:
         notes.append(
             f"lr_scheduler.warmup_steps = {options.warmup_steps} exceeds the schedule of {lengths.total} steps: "
             f"warming up over {lengths.warmup}"
         )
-    asked = _asked_decay_steps(config, lengths.total)
+    asked = _asked_decay_steps(options, lengths.total)
     if options.decay_ratio is not None and asked > lengths.decay:
         notes.append(
             f"lr_scheduler.decay_ratio = {options.decay_ratio:g} asks for {asked} steps of {lengths.total}, the "
@@ -108,6 +111,5 @@ def schedule_notes(config: JobConfig) -> list[str]:
     return notes
 
 
-def _asked_decay_steps(config: JobConfig, total: int) -> int:
-    ratio = config.lr_scheduler.decay_ratio
-    return total if ratio is None else round(total * ratio)
+def _asked_decay_steps(options: LRScheduler, total: int) -> int:
+    return total if options.decay_ratio is None else round(total * options.decay_ratio)

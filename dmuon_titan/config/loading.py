@@ -240,7 +240,7 @@ def _read_base(base: Any, path: Path, merge: _Merge) -> tuple[dict[str, Any], Pa
 def _read_toml(path: Path, mistakes: list[str]) -> dict[str, Any]:
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, not TOML, or a number of too many digits
         mistakes.append(f"{path}: not readable as TOML: {error}")
         return {}
 

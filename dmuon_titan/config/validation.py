@@ -61,7 +61,7 @@ def validate(config: JobConfig, world: World) -> list[str]:
 
 def notes(config: JobConfig) -> list[str]:
     """What a valid configuration's job does otherwise than asked, or what may surprise; one line each."""
-    lines = schedule_notes(config)
+    lines = schedule_notes(config.lr_scheduler, config.training.steps)
     size = _find_size(config)
     for prefix, folder in _prepared_folders(config):
         dataset = get(config, f"{prefix}.dataset")

@@ -128,7 +128,7 @@ def _check_range(key: Key, value: Any) -> None:
         and (key.above is None or value > key.above)
         and (key.at_most is None or value <= key.at_most)
         and (key.below is None or value < key.below)
-        and (math.isfinite(value) or (key.infinite and value == math.inf))
+        and (key.infinite or value != math.inf)
     )
     if not inside:
         raise ValueError(f"out of range; legal: {legal(key)}")

@@ -206,7 +206,7 @@ def test_an_integer_serves_as_a_number(tmp_path: Path) -> None:
     assert config.optimizer.eps == 1e-8
 
 
-@pytest.mark.parametrize("content", [b"[training\n", b"a = 1\na = 2\n", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"[training\n", b"a = 1\na = 2\n", b"\xff\xfe", b"a = 1" + b"0" * 5000])
 def test_unreadable_files_are_one_line(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "x.toml"
     file.write_bytes(content)

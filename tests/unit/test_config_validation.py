@@ -139,14 +139,14 @@ def test_schedule(warmup: int, ratio: float | None, total: int, lengths: tuple[i
         f"--lr_scheduler.decay_ratio={'none' if ratio is None else ratio}",
         f"--training.steps={total}",
     )
-    found = schedule_lengths(config)
+    found = schedule_lengths(config.lr_scheduler, total)
     assert (found.warmup, found.stable, found.decay) == lengths
     assert found.total == total
     asked = 0 if ratio is None else round(total * ratio)
     assert len(notes(config)) == (warmup > lengths[0]) + (asked > lengths[2])
     assert validate(config, CPU_2) == []
     config = load("--training.steps=5", "--lr_scheduler.total_steps=20", "--lr_scheduler.warmup_steps=2")
-    assert schedule_lengths(config).total == 20
+    assert schedule_lengths(config.lr_scheduler, 5).total == 20
 
 
 def prepared(folder: Path, vocab_size: int) -> Path:
