@@ -97,9 +97,9 @@ class Runtime:
         self._end_pass()
 
     def _reset_after_failure(self) -> None:
-        """An exception inside backward leaves autograd's callbacks uncalled: end the pass in their place."""
+        """An exception inside backward leaves autograd's callbacks uncalled: drop what that pass left behind."""
         for reduction in self._reductions:
-            reduction.finish()
+            reduction.wait()
         for unit in self.units:
             unit.discard_gradients()
         self._end_pass()

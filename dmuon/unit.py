@@ -127,12 +127,17 @@ class Reduction:
             else:
                 self._buffers[index] = self._buffers[index].new_empty(0)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Adds the mean over the data-parallel ranks to `master.grad` on each owner."""
+    def wait(self) -> None:
+        """Both stages are over and the buffers are nobody else's; on an owner they hold the sum."""
         self.reduce_between_rows()
         for wait in self._waits:
             wait()
+        self._waits = []
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Adds the mean over the data-parallel ranks to `master.grad` on each owner."""
+        self.wait()
         for section, buffer in zip(self._unit.sections, self._buffers, strict=True):
             if not section.is_owner:
                 continue
