@@ -24,7 +24,7 @@ class RopeScaling:
 class LlamaSize:
     """Everything that fixes the shape and the function of a Llama.
 
-    ffn_dim_multiplier, multiple_of: of 8/3 dim, times the multiplier, rounded up to a multiple. As in Meta's params.json.
+    ffn_dim_multiplier, multiple_of: as in Meta's params.json; feed-forward width is 8/3 dim x multiplier, rounded up.
     max_seq_len: the most tokens the positions are meant for; a model's own table may be shorter.
     rope_scaling: None for plain rotary frequencies.
     """
@@ -103,7 +103,7 @@ class LlamaSize:
         return 6 * num_multiplied + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
 
 
-# The 8B, 70B and 405B are Llama 3.1's, the 1B and 3B Llama 3.2's: they differ from Llama 3 in their rotary scaling alone.
+# 8B, 70B and 405B are Llama 3.1's, 1B and 3B are Llama 3.2's. Llama 3 itself is the 8B and 70B without rotary scaling.
 _LLAMA3_1 = RopeScaling(factor=8.0)
 _LLAMA3_2 = RopeScaling(factor=32.0)
 
