@@ -20,8 +20,8 @@ from dmuon_titan.errors import DataError
 class Windows(NamedTuple):
     """Inputs and the labels one token ahead of them: int64, contiguous, on the CPU."""
 
-    input_BS: Tensor
-    label_BS: Tensor
+    input_BS: Tensor  # noqa: N815
+    label_BS: Tensor  # noqa: N815
 
 
 class TokenDataset:

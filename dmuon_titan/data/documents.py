@@ -11,7 +11,7 @@ from dmuon_titan.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 1 << 20
-_PIECE_CHARS = 1 << 16
+_PIECE_CHARS = 1 << 14
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 

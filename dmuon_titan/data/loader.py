@@ -34,8 +34,8 @@ class Sample(NamedTuple):
 class Batch:
     """One micro-batch of one rank: int64 tensors on the CPU. epoch: that of its first sample."""
 
-    input_BS: Tensor
-    label_BS: Tensor
+    input_BS: Tensor  # noqa: N815
+    label_BS: Tensor  # noqa: N815
     sample_ids: list[int]
     epoch: int
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_NAME = "tokenizer.model"
 
 _SENTENCE_CHARS = 2000
-_BATCH_CHARS = 1 << 20
+_BATCH_CHARS = 1 << 19
 
 
 @dataclass(frozen=True)
