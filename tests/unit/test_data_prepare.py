@@ -1,5 +1,6 @@
 """Preparing a person's own text: every document survives, and what cannot be read is said with its line."""
 
+import itertools
 import json
 import logging
 import subprocess
@@ -59,7 +60,7 @@ def decoded_documents(folder: Path, split: str = "train") -> list[str]:
     assert (ends[0], ends[-1], len(ends)) == (0, entry.num_tokens, entry.num_documents + 1)
     tokenizer = Tokenizer(folder / "tokenizer.model")
     texts = []
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         document = tokens[begin:end]
         separator = document.pop(-1 if manifest.boundary.token == "eos" else 0)
         assert separator == manifest.boundary.id
@@ -172,7 +173,7 @@ def test_b13_invalid_line_far_into_a_file_is_counted_right(tmp_path: Path, monke
     content = path.read_bytes().split(b"\n")
     content[77] = b"\xff"
     path.write_bytes(b"\n".join(content))
-    with pytest.raises(DataError, match="a.txt:78: invalid UTF-8, byte 0xff at column 1"):
+    with pytest.raises(DataError, match=r"a\.txt:78: invalid UTF-8, byte 0xff at column 1"):
         read_text(path)
 
 

@@ -39,8 +39,8 @@ def test_b10_ids_are_stored_as_wide_as_the_vocabulary(
 @pytest.mark.parametrize(("bad", "vocab_size"), [(65536, 65536), (70000, 256), (-1, 256), (-1, 70001), (2**40, 70001)])
 def test_b10_id_outside_the_vocabulary_is_refused_on_write(tmp_path: Path, bad: int, vocab_size: int) -> None:
     writer = SplitWriter(tmp_path, "train", vocab_size, shard_tokens=100)
+    writer.append(np.array([0, 1, 2]))
     with pytest.raises(DataError, match=f"token id {bad} after 3 tokens .* 0 to {vocab_size - 1} "):
-        writer.append(np.array([0, 1, 2]))
         writer.append(np.array([5, bad]))
 
 
