@@ -70,7 +70,7 @@ def standard_library_files(library: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         # _sysconfigdata was written when the interpreter was built, with the paths of that machine in it.
         sources = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
-        files += [Path(parent, name) for name in sources]
+        files += [path for name in sources if (path := Path(parent, name)).is_file()]  # not a link to nowhere
     files.sort()
     num_bytes = sum(path.stat().st_size for path in files)
     if num_bytes < _MIN_BYTES:
