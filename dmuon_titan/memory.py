@@ -1,0 +1,156 @@
+"""A lower bound of the device memory that one rank of a job needs, from shapes alone. Pure, and without torch.
+
+Within ten percent below what torch reserves in the runs of tests/unit/test_memory.py: what a job surely lacks is
+refused before it starts, and a close fit is left to the allocator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the configuration's checks import this module
+    from dmuon_titan.config.schema import JobConfig
+    from models.llama.sizes import LlamaSize
+
+GIB = 2**30
+_FP32 = 4
+# Newton-Schulz works on batches of at most this many elements, each in float32 and in three half-precision buffers.
+_ORTHOGONALIZED_AT_ONCE = 2**28
+_ORTHOGONALIZATION_BYTES = 10
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that one rank needs at least, at the fullest moment of a step.
+
+    state_bytes: masters, optimizer state, gradients, compute copies and gathered weights.
+    activation_bytes: what forward keeps for backward of one micro-batch, logits included.
+    """
+
+    state_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Numbers of elements, whole model: matrices with owners, all else; one block and the embedding, or the head."""
+
+    dedicated: int
+    symmetric: int
+    largest_matrix: int
+    block: int
+    head: int
+
+
+def memory_need(config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int]) -> MemoryNeed:
+    """What the fullest rank of a (replicate, shard, tp) mesh needs, if owners' shares are as equal as they can be.
+
+    Two moments compete. At the loss there are the activations of a micro-batch, its logits and, if batches are
+    accumulated, gradients. At the end of backward there are gradients and what reduces or orthogonalises them.
+    """
+    shapes, num_ranks = _count(config, size), math.prod(degrees)
+    persistent = _persistent_bytes(config, shapes, degrees)
+    gathered = _gathered_bytes(config, shapes, size.num_layers, degrees)
+    gradients = _gradient_bytes(shapes, degrees)
+    activations = activation_bytes(config, size) // degrees[2]
+    at_loss = gathered + (gradients if _accumulates(config, num_ranks // degrees[2]) else 0)
+    after_backward = gradients + max(
+        gathered + _reduction_bytes(config, shapes, degrees),
+        _ORTHOGONALIZATION_BYTES * min(_ORTHOGONALIZED_AT_ONCE, _owned(shapes, degrees)),
+    )
+    if at_loss + activations >= after_backward:
+        return MemoryNeed(persistent + at_loss, activations)
+    return MemoryNeed(persistent + after_backward, 0)
+
+
+def activation_bytes(config: JobConfig, size: LlamaSize) -> int:
+    """Kept by forward for backward: each block as activation checkpointing has it, one block whole, and the logits.
+
+    A block keeps, in elements a token: input, both norms' results, q, k, v, attention's result twice (before and
+    after its heads are joined), the second residual, and four of the feed-forward's width; compiled, two of those
+    are computed again. "op" keeps the input and the results of every second product and of attention.
+    """
+    options = config.activation_checkpoint
+    compiled = config.compile.components if config.compile.enable else []
+    dim, kv_dim, ffn_dim = size.dim, size.num_kv_heads * size.head_dim, size.ffn_hidden_dim
+    whole = 7 * dim + 2 * kv_dim + (2 if "model" in compiled else 4) * ffn_dim
+    kept = {"none": whole, "full": dim, "selective": 4 * dim + kv_dim + ffn_dim}[options.mode]
+    if options.mode == "selective" and options.selective_ac_option != "op":
+        every = int(options.selective_ac_option)
+        kept = (dim + (every - 1) * whole) // every
+    copy = _copy_bytes(config)
+    blocks = copy * (kept * size.num_layers + (whole - kept))
+    # Logits, in float32 too, their log-softmax and its gradient; one kernel makes all of these where it is compiled.
+    logits = size.vocab_size * (2 * copy if "loss" in compiled else copy + (_FP32 if copy < _FP32 else 0) + 2 * _FP32)
+    return config.training.local_batch_size * config.training.seq_len * (blocks + logits)
+
+
+def _count(config: JobConfig, size: LlamaSize) -> _Shapes:
+    shapes = size.parameter_shapes()
+    numels = {name: math.prod(shape) for name, shape in shapes.items()}
+    in_blocks = {name: numel for name, numel in numels.items() if name.startswith("layers.")}
+    matrices = {name: numel for name, numel in in_blocks.items() if len(shapes[name]) > 1}
+    if config.optimizer.name != "Muon":
+        matrices = {}
+    dedicated, total = sum(matrices.values()), sum(numels.values())
+    return _Shapes(
+        dedicated=dedicated,
+        symmetric=total - dedicated,
+        largest_matrix=max(matrices.values(), default=0),
+        block=sum(in_blocks.values()) // size.num_layers,
+        head=size.vocab_size * size.dim,
+    )
+
+
+def _copy_bytes(config: JobConfig) -> int:
+    return 2 if config.training.mixed_precision_param == "bfloat16" else _FP32
+
+
+def _owned(shapes: _Shapes, degrees: Sequence[int]) -> int:
+    """Elements of the fullest owner."""
+    replicate, shard, tp = degrees
+    return max(math.ceil(shapes.dedicated / (replicate * shard)), shapes.largest_matrix) // tp
+
+
+def _persistent_bytes(config: JobConfig, shapes: _Shapes, degrees: Sequence[int]) -> int:
+    """Masters with momentum on owners, compute copies in the owners' columns, masters with two moments on shards."""
+    _, shard, tp = degrees
+    owned = _owned(shapes, degrees)
+    column = max(shapes.dedicated // shard // tp, owned)
+    copies = column if _copy_bytes(config) < _FP32 else column - owned  # a float32 master serves as its own copy
+    return 2 * _FP32 * owned + _copy_bytes(config) * copies + 3 * _FP32 * shapes.symmetric // shard // tp
+
+
+def _gathered_bytes(config: JobConfig, shapes: _Shapes, num_layers: int, degrees: Sequence[int]) -> int:
+    """Weights that forward and backward compute with, beyond those that stay: two blocks, and embedding or head."""
+    _, shard, tp = degrees
+    if shard == 1 and _copy_bytes(config) == _FP32:
+        return 0
+    blocks = (num_layers if config.parallelism.fsdp_reshard_after_forward == "never" else 2) * shapes.block
+    own_share = 1 / shard if shapes.dedicated else 0
+    return int(_copy_bytes(config) * (blocks * (1 - own_share) + shapes.head) / tp)
+
+
+def _gradient_bytes(shapes: _Shapes, degrees: Sequence[int]) -> int:
+    return _FP32 * (_owned(shapes, degrees) + shapes.symmetric // degrees[1] // degrees[2])
+
+
+def _reduction_bytes(config: JobConfig, shapes: _Shapes, degrees: Sequence[int]) -> int:
+    """Gradients on their way, one block or the head: as computed, and as sent."""
+    replicate, shard, tp = degrees
+    if replicate * shard == 1:
+        return 0
+    reduce = 2 if config.training.mixed_precision_reduce == "bfloat16" else _FP32
+    return (_copy_bytes(config) + reduce) * max(shapes.block, shapes.head) // tp
+
+
+def _accumulates(config: JobConfig, num_data_parallel_ranks: int) -> bool:
+    training = config.training
+    return training.global_batch_size > training.local_batch_size * num_data_parallel_ranks
