@@ -3,14 +3,13 @@
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from benchmarks.record import record
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import build_loader
 from dmuon_titan.data.manifest import Manifest, write_manifest
@@ -30,18 +29,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _write_corpus(Path(folder), arguments.corpus_tokens, arguments.vocab_size)
         rates = _rates(Path(folder), arguments)
-    line = {
-        "benchmark": "loader",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
-        "torch": torch.__version__,
-        "device": "cpu",
-        "world_size": 1,
-        **{name: getattr(arguments, name) for name in ("seq_len", "local_batch_size", "vocab_size", "num_workers")},
-        "tokens_per_s": {"median": round(statistics.median(rates)), "min": round(min(rates)), "max": round(max(rates))},
-    }
-    print(json.dumps(line))
+    names = ("seq_len", "local_batch_size", "vocab_size", "num_workers")
+    rate = {"median": round(statistics.median(rates)), "min": round(min(rates)), "max": round(max(rates))}
+    print(json.dumps(record("loader", **{name: getattr(arguments, name) for name in names}, tokens_per_s=rate)))
 
 
 def _write_corpus(folder: Path, num_tokens: int, vocab_size: int) -> None:
