@@ -17,7 +17,6 @@ from models.llama.sizes import LlamaSize
 
 # What a seed means depends on these: changing one changes every model.
 _BLOCK_ELEMENTS = 2**18
-_PIECE_ELEMENTS = 2**14
 _CUTOFF = 3.0
 
 
@@ -43,26 +42,30 @@ class Initializer:
         rows = torch.empty(stop - start, *shape[1:], device="cpu", dtype=torch.float32)
         if std is None:
             return rows.fill_(1.0)
+        self._fill_uniform(rows, name, shape, start)
+        # By the inverse error function rather than rejection: an element's value doesn't depend on its neighbours, and
+        # torch spreads the work over its threads.
+        cutoff = _CUTOFF * std
+        return rows.erfinv_().mul_(math.sqrt(2) * std).clamp_(-cutoff, cutoff)
+
+    def _fill_uniform(self, rows: Tensor, name: str, shape: Sequence[int], start: int) -> None:
+        """Fills `rows`, a parameter's from `start` on, with the quantiles of what is inside the cutoff, in -1 .. 1."""
+        stop = start + len(rows)
+        edge = math.erf(_CUTOFF / math.sqrt(2))
         num_block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))
 
         def draw(block: int) -> None:
             first, end = block * num_block_rows, min((block + 1) * num_block_rows, shape[0])
-            kept = slice(max(first, start), min(end, stop))
-            out = rows[kept.start - start : kept.stop - start]
-            whole = out if len(out) == end - first else out.new_empty(end - first, *shape[1:])
-            _fill_truncated_normal(whole.view(-1), std, _generator(self.seed, name, block))
-            if whole is not out:
-                out.copy_(whole[kept.start - first : kept.stop - first])
+            kept_first, kept_end = max(first, start), min(end, stop)
+            kept = rows[kept_first - start : kept_end - start]
+            whole = kept if len(kept) == end - first else rows.new_empty(end - first, *shape[1:])
+            whole.uniform_(-edge, edge, generator=_generator(self.seed, name, block))
+            if whole is not kept:
+                kept.copy_(whole[kept_first - first : kept_end - first])
 
-        blocks = range(start // num_block_rows, -(-stop // num_block_rows))
-        num_threads = min(torch.get_num_threads(), len(blocks))
-        if num_threads > 1:
-            with ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(draw, blocks))
-        else:
-            for block in blocks:
-                draw(block)
-        return rows
+        # torch draws on one thread, without holding Python's lock.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(draw, range(start // num_block_rows, -(-stop // num_block_rows))))
 
     def _standard_deviation(self, name: str) -> float | None:
         """None for a norm."""
@@ -97,13 +100,3 @@ def _generator(seed: int, name: str, block: int) -> torch.Generator:
     # one in ten, and then the same numbers stand in two unrelated places.
     digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "little"))
-
-
-def _fill_truncated_normal(values_N: Tensor, std: float, generator: torch.Generator) -> None:
-    # By rejection, twice as fast as by the inverse error function. Pieces fit into a core's cache, and torch starts no
-    # threads of its own on so few elements: several blocks are drawn at once already.
-    for piece in values_N.split(_PIECE_ELEMENTS):
-        piece.normal_(generator=generator)
-        while len(outside := (piece.abs() > _CUTOFF).nonzero().view(-1)):
-            piece[outside] = torch.randn(len(outside), generator=generator, device="cpu", dtype=torch.float32)
-        piece.mul_(std)
