@@ -33,6 +33,7 @@ def run_job(optimizer: str, lr: float, seed: int, num_steps: int, folder: Path) 
         "optimizer.lr": lr,
         "debug.seed": seed,
         "training.steps": num_steps,
+        "training.local_batch_size": 8,  # what the job's two processes have together
         "training.sample_tokens": 0,
         "metrics.log_freq": 1,
         "metrics.enable_tensorboard": "false",
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the sweep: written, or read by --plot")
     parser.add_argument("--plot", type=Path, help="draw the sweep of --output into this file instead of running it")
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     if arguments.plot:
         plot(json.loads(arguments.output.read_text()), arguments.plot)
