@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from dmuon_titan.torch_internals import silence_recomputation_warning
+
 _aten = torch.ops.aten
 # Dear to compute again, or a collective: their results are kept. Of the matrix products every second one is, which
 # halves their memory for a quarter of their time.
@@ -60,6 +62,7 @@ def checkpoint_activations(layers: nn.ModuleList, mode: str, selective_option: s
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective" and selective_option == "op":
         options["context_fn"] = _op_contexts
+        silence_recomputation_warning()
     for number, layer in enumerate(layers, start=1):
         if number % every == 0:
             layer.forward = _checkpointed(layer.forward, options)

@@ -16,6 +16,7 @@ from dmuon_titan.console import StatusLine, logger
 from dmuon_titan.data.cache import cache_dirs
 from dmuon_titan.data.corpus import ensure_default_corpus
 from dmuon_titan.data.dataset import TokenDataset
+from dmuon_titan.data.tokenizer import Tokenizer
 from dmuon_titan.environment import WorkerEnvironment
 from dmuon_titan.errors import DataError
 from dmuon_titan.evaluation import Evaluation
@@ -24,8 +25,11 @@ from dmuon_titan.mesh import AXES, build_mesh, init_process_group, local_device,
 from dmuon_titan.metrics import forget_after
 from dmuon_titan.seeding import seed_everything, use_deterministic_algorithms
 from dmuon_titan.signals import StopWatcher
+from dmuon_titan.tools.generate import generate
 from dmuon_titan.trainer import Trainer
 from models.llama.sizes import FLAVORS, LlamaSize
+
+_SAMPLE_TEMPERATURE = 0.8
 
 
 def run(
@@ -168,3 +172,23 @@ def _describe(trainer: Trainer, dataset: TokenDataset) -> None:
         f"data: {dataset.folder}, {dataset.num_tokens:,} tokens, {dataset.num_windows:,} sequences, vocabulary "
         f"{dataset.vocab_size:,} of the model's {size.vocab_size:,}"
     )
+
+
+def _print_sample(trainer: Trainer, dataset: TokenDataset) -> None:
+    """Lets the trained model write; all ranks take part, for each holds a part of it."""
+    options, model = trainer.config.training, trainer.model
+    if dataset.tokenizer_path is None:
+        logger.info("training.sample_tokens: no sample, for the data came without a tokenizer")
+        return
+    model.eval()
+    text = generate(
+        model,
+        Tokenizer(dataset.tokenizer_path),
+        options.sample_prompt,
+        options.sample_tokens,
+        seed=trainer.config.debug.seed,
+        max_context=model.max_seq_len,
+        device=trainer.mesh.device,
+        temperature=_SAMPLE_TEMPERATURE,
+    )
+    logger.info(f"a sample, after {options.sample_prompt!r}:\n{text}")

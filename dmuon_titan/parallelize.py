@@ -21,7 +21,7 @@ def build_model(config: JobConfig, size: LlamaSize, mesh: ParallelMesh) -> tuple
         The model and who owns which matrix; None where AdamW updates everything.
     """
     with torch.device("meta"):
-        model = Llama(size, config.training.seq_len)
+        model = Llama(size, max(config.training.seq_len, config.validation.seq_len or 0))
     plan = parallelize(model, config, mesh)
     dmuon.materialize(model, Initializer(size, config.debug.seed), mesh.device)
     for module in model.modules():

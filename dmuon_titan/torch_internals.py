@@ -1,7 +1,11 @@
-"""Every private name of torch that the harness uses; dmuon has a file of its own. tests/unit/test_harness.py checks them."""
+"""Every private name of torch that the harness uses; dmuon has a file of its own.
+
+tests/unit/test_titan_torch_internals.py checks them.
+"""
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -20,3 +24,10 @@ def record_memory_history(max_entries: int) -> None:
 
 def memory_snapshot() -> Any:
     return torch.cuda.memory._snapshot()
+
+
+def silence_recomputation_warning() -> None:
+    """torch.compile warns of recomputed in-place operations whenever some results are kept; our models have none."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+        lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+    )

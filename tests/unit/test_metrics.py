@@ -1,0 +1,63 @@
+"""What metrics.jsonl holds: right names and figures, nothing twice after a restart, no MFU where none is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmuon_titan.config.schema import build
+from dmuon_titan.console import StatusLine
+from dmuon_titan.metrics import Metrics, StepFigures, forget_after, peak_flops
+
+
+def logged(folder: Path, *, ranks_per_batch: int = 1) -> dict[str, float]:
+    """The line of a first step of 1,000 tokens."""
+    config = build({"job.dump_folder": str(folder)})
+    metrics = Metrics(
+        config,
+        torch.device("cpu"),
+        rank=0,
+        flops_per_token=10**9,
+        ranks_per_batch=ranks_per_batch,
+        start_step=0,
+        status_line=StatusLine(),
+    )
+    metrics.count(1000)
+    metrics.log(1, StepFigures(2.0, 2.5, 0.1, (1e-3, 1e-4), epoch=0), tokens_seen=4000)
+    metrics.close()
+    return json.loads((folder / "metrics.jsonl").read_text())
+
+
+def test_names_and_figures(tmp_path):
+    line = logged(tmp_path)
+    assert line["step"] == 1
+    assert line["loss_metrics/global_avg_loss"] == 2.0
+    assert line["loss_metrics/global_max_loss"] == 2.5
+    assert (line["grad_norm"], line["n_tokens_seen"], line["lr"], line["lr/adamw"]) == (0.1, 4000, 1e-3, 1e-4)
+    assert line["tflops"] == pytest.approx(line["throughput(tps)"] / 1000)
+    assert line["throughput(tps)"] == pytest.approx(1000 / line["time_metrics/end_to_end(s)"])
+    assert {"time_metrics/data_loading(s)", "epoch"} <= line.keys()
+
+
+def test_there_is_no_mfu_on_a_cpu(tmp_path, capsys):
+    assert not any("mfu" in name for name in logged(tmp_path))
+    assert "mfu" not in capsys.readouterr().out
+
+
+def test_only_known_devices_have_a_peak():
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_run_that_goes_on_drops_what_comes_after_and_half_a_line(tmp_path):
+    (tmp_path / "trace").mkdir()
+    for path in (tmp_path / "metrics.jsonl", tmp_path / "trace" / "rank-0.jsonl"):
+        path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    forget_after(tmp_path, 2)
+    for path in (tmp_path / "metrics.jsonl", tmp_path / "trace" / "rank-0.jsonl"):
+        assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
