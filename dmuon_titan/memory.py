@@ -20,6 +20,7 @@ _FP32 = 4
 # Newton-Schulz works on batches of at most this many elements, each in float32 and in three half-precision buffers.
 _ORTHOGONALIZED_AT_ONCE = 2**28
 _ORTHOGONALIZATION_BYTES = 10
+_LOSS_CHUNK = 2**26  # logits that the loss works on at once
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ def activation_bytes(config: JobConfig, size: LlamaSize) -> int:
         kept = (dim + (every - 1) * whole) // every
     copy = _copy_bytes(config)
     blocks = copy * (kept * size.num_layers + (whole - kept))
-    # Logits, in float32 too, their log-softmax and its gradient; one kernel makes all of these where it is compiled.
-    logits = size.vocab_size * (2 * copy if "loss" in compiled else copy + (_FP32 if copy < _FP32 else 0) + 2 * _FP32)
-    return config.training.local_batch_size * config.training.seq_len * (blocks + logits)
+    num_tokens = config.training.local_batch_size * config.training.seq_len
+    num_logits = num_tokens * size.vocab_size
+    # Logits and their gradient; not compiled, also a chunk of them in float32, its log-softmax and their gradient.
+    logits = 2 * copy * num_logits + (0 if "loss" in compiled else 3 * _FP32 * min(num_logits, _LOSS_CHUNK))
+    return num_tokens * blocks + logits
 
 
 def _count(config: JobConfig, size: LlamaSize) -> _Shapes:

@@ -18,9 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dmuon_titan.errors import ExitStatus
 from dmuon_titan.worker import stop_file
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # The same program on every rank, with imports from the repository first, as in run_train.sh.
 WORKER_CODE = """\
@@ -133,7 +137,7 @@ def _torchrun_arguments(argv: Sequence[str], nodes: Nodes, folder: Path) -> list
 
 
 def _torchrun(arguments: list[str]) -> dict[int, int]:
-    """Runs torchrun to its end. Returns the exit code of each local rank that failed, in the order seen."""
+    """Runs torchrun to its end. Returns the exit code of each rank that failed, the first first."""
     from torch import distributed as dist
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -147,7 +151,7 @@ def _torchrun(arguments: list[str]) -> dict[int, int]:
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return _in_order(error.failures)
     except SignalException as stop:
         return {-1: -stop.sigval}
     except (RendezvousError, dist.DistError) as error:
@@ -155,6 +159,16 @@ def _torchrun(arguments: list[str]) -> dict[int, int]:
         sys.stderr.write(f"error: the nodes of this job did not meet ({type(error).__name__}: {first_line})\n")
         return {-1: ExitStatus.FAILURE}
     return {}
+
+
+def _in_order(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """Exit codes, the first failure first. Within a second a rank that was killed comes before those that missed it."""
+
+    def when(item: tuple[int, ProcessFailure]) -> tuple[int, bool]:
+        failure = item[1]
+        return failure.timestamp, failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM
+
+    return {rank: failure.exitcode for rank, failure in sorted(failures.items(), key=when)}
 
 
 @contextmanager
