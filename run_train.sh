@@ -14,6 +14,10 @@ done
 root=$(CDPATH='' cd -- "$(dirname -- "$script")" && pwd -P)
 
 python=${PYTHON:-$(command -v python3 || command -v python || echo python3)}
+if ! command -v "$python" >/dev/null; then
+    echo "error: no Python interpreter $python: install Python 3.10 or newer, or name one in PYTHON" >&2
+    exit 2
+fi
 
 # Code on the command line, and this repository as the first place of imports: a working directory with packages named
 # like ours must not shadow them.
