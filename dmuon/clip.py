@@ -34,7 +34,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     device = next((param.device for param in model.parameters() if param.device.type != "meta"), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
-        total += torch.stack(foreach_norm(counted)).double().square().sum()
+        total += torch.stack(foreach_norm(counted)).square().sum()
     if _world_size(model) > 1:
         dist.all_reduce(total)
     norm = total.sqrt()

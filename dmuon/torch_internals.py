@@ -33,8 +33,8 @@ def local_shard(param: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
-    """2-norms, each a 0-dim tensor."""
-    return list(torch._foreach_norm(tensors))
+    """2-norms, each a 0-dim float64 tensor, accumulated in float64: a float32 sum over a large matrix loses 1e-5."""
+    return list(torch._foreach_norm(tensors, dtype=torch.float64))
 
 
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
