@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -98,3 +99,25 @@ def break_window(shard: Path, begin: list[int]) -> None:
     (first,) = [at for at in range(0, len(tokens), 64) if tokens[at : at + 8].tolist() == begin]
     tokens[first + 9] = 65535
     shard.write_bytes(tokens.tobytes())
+
+
+def test_two_nodes_train_as_one(finished_run: FinishedRun, small_config: Path, start: StartJob) -> None:
+    """Two launchers with one rank each, as on two machines."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = [
+        start(
+            *("--config", str(small_config), "--job.dump_folder", str(small_config.parent / "run")),
+            NPROC_PER_NODE="1",
+            NNODES="2",
+            NODE_RANK=str(node),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        for node in range(2)
+    ]
+    first, second = [node.end() for node in nodes]
+    assert (first.status, second.status) == (0, 0), first.stderr + second.stderr
+    assert losses(small_config.parent / "run") == losses(finished_run.folder)
+    assert second.stdout == ""
