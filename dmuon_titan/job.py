@@ -164,9 +164,9 @@ def _describe(trainer: Trainer, dataset: TokenDataset) -> None:
         f"{size.flops_per_token(seq_len):,} FLOPs a token"
     )
     logger.info(
-        f"mesh: {degrees} on {mesh.device.type}; a step: {trainer.global_batch_size} sequences of {seq_len} tokens = "
-        f"{config.training.local_batch_size} x {mesh.dp_world} data-parallel ranks x {trainer.num_micro_batches} "
-        "micro-batches"
+        f"mesh: {degrees} on {mesh.device.type}; global batch: {trainer.global_batch_size} sequences of {seq_len} "
+        f"tokens = {config.training.local_batch_size} x {mesh.dp_world} data-parallel ranks x "
+        f"{trainer.num_micro_batches} micro-batches"
     )
     logger.info(
         f"data: {dataset.folder}, {dataset.num_tokens:,} tokens, {dataset.num_windows:,} sequences, vocabulary "

@@ -150,8 +150,8 @@ class Trainer:
         step = self.state.step + 1
         with self.metrics.data_loading():
             micro_batches = batches.next(step)
-        local_loss, num_valid, gradients = self._forward_backward(micro_batches)
-        self._check(step, gradients)
+        local_loss, num_valid, gradients = self.forward_backward(micro_batches)
+        self.check(step, gradients)
         if self.checkpointer is not None:
             self.checkpointer.publish()  # what the last step wrote has now proved sound
         factor = self.schedule(step)
@@ -167,7 +167,7 @@ class Trainer:
         self.metrics.progress(step, gradients.loss)
         return gradients.stop
 
-    def _forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, Gradients]:
+    def forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, Gradients]:
         """Leaves in `.grad` the gradient of the mean loss over all valid tokens of all ranks, clipped.
 
         Returns:
@@ -197,7 +197,7 @@ class Trainer:
         loss, norm_value, valid, stop_value = read.tolist()
         return local_loss, num_valid, Gradients(loss, norm_value, int(valid), stop_value > 0)
 
-    def _check(self, step: int, gradients: Gradients) -> None:
+    def check(self, step: int, gradients: Gradients) -> None:
         if gradients.num_valid_tokens == 0:
             raise DataError(f"step {step}: no token of the global batch is a valid target")
         if not (math.isfinite(gradients.loss) and math.isfinite(gradients.norm)):
