@@ -54,14 +54,14 @@ def run(
     logger.info(f"{config.job.description}: {loaded.config_path}, everything goes to {config.job.dump_folder}")
     for note in (*loaded.notes, *notes(config)):
         logger.info(note)
-    corpus = _embedded_corpus(config, environment, store)
+    corpus = embedded_corpus(config, environment, store)
     init_process_group(config.comm, config.job.dump_folder, environment, store, device)
 
     size = FLAVORS[config.model.name][config.model.flavor]
     dataset = _dataset(config.training.dataset_path or corpus, config.training.seq_len, "train", size)
     mesh = build_mesh(device, resolved_degrees(config, environment.num_ranks))
     seed_everything(config.debug.seed)
-    state = _train_state(config, dataset)
+    state = new_train_state(config, dataset)
     checkpoint = find_checkpoint(config.checkpoint) if config.checkpoint.enable else None
     if checkpoint is not None and step_of(checkpoint) >= config.training.steps:
         logger.info(
@@ -83,12 +83,13 @@ def run(
     evaluation = None
     if config.validation.enable:
         evaluation = Evaluation(_validation_dataset(config, corpus, size), config, mesh, trainer.loss, watcher)
-    trainer.train(dataset, evaluation, status_line)
+    trainer.start(dataset, evaluation, status_line)
+    trainer.train()
     if config.training.sample_tokens:
         _print_sample(trainer, dataset)
 
 
-def _embedded_corpus(config: JobConfig, environment: WorkerEnvironment, store: dist.Store) -> Path | None:
+def embedded_corpus(config: JobConfig, environment: WorkerEnvironment, store: dist.Store) -> Path | None:
     """The folder of the embedded corpus if the job reads it, prepared by one rank of each node.
 
     The others wait at the store, not in a collective, whose time-out the preparation may exceed.
@@ -133,7 +134,7 @@ def _validation_dataset(config: JobConfig, corpus: Path | None, size: LlamaSize)
     return _dataset(folder, options.seq_len or config.training.seq_len, "validation", size)
 
 
-def _train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
+def new_train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
     tokenizer = dataset.manifest.tokenizer
     return TrainState(
         seed=config.debug.seed,

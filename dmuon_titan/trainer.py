@@ -105,14 +105,8 @@ class Trainer:
         self.global_batch_size = global_batch_size(config, dist.get_world_size())
         self.num_micro_batches = num_microbatches(config, dist.get_world_size())
 
-    def train(self, dataset: TokenDataset, evaluation: Evaluation | None, status_line: StatusLine) -> None:
-        """Makes the steps that are left, from `state` on.
-
-        Raises:
-            NonFiniteError: a loss or gradient norm is not finite; nothing of that step was applied.
-            Preempted: a signal asked to stop; the step made last is saved.
-            DataError, CheckpointError: data can't be read, a checkpoint can't be written.
-        """
+    def start(self, dataset: TokenDataset, evaluation: Evaluation | None, status_line: StatusLine) -> None:
+        """Opens data and metrics at the step that `state` is at."""
         config, start_step, rank = self.config, self.state.step, dist.get_rank()
         self.evaluation = evaluation
         self.metrics = Metrics(
@@ -124,32 +118,44 @@ class Trainer:
             start_step=start_step,
             status_line=status_line,
         )
-        batches = StepBatches(dataset, config, self.mesh, self.state.consumed_samples, self.num_micro_batches)
-        profiler = Profiler(config.profiling, self.mesh.device, rank, start_step)
+        self.profiler = Profiler(config.profiling, self.mesh.device, rank, start_step)
+        self.batches = StepBatches(dataset, config, self.mesh, self.state.consumed_samples, self.num_micro_batches)
+
+    def train(self) -> None:
+        """Makes the steps that are left, after `start`.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm is not finite; nothing of that step was applied.
+            Preempted: a signal asked to stop; the step made last is saved.
+            DataError, CheckpointError: data can't be read, a checkpoint can't be written.
+        """
         # Left alone, Python collects garbage at a moment of its own on every rank, and all ranks wait each time.
         gc.collect()
         gc.disable()
-        self._begin()
         try:
-            with profiler.running():
-                while self.state.step < config.training.steps:
-                    stop = self._train_step(batches)
-                    if self.state.step == start_step + 1:
-                        self._after_first_step()
-                    stop = self._validate_if_due(stop)
-                    self._save_if_due(stop)
-                    if self.state.step % config.training.gc_freq == 0:
-                        gc.collect(1)
-                    profiler.step()
+            with self.profiler.running():
+                self._begin()
+                while self.state.step < self.config.training.steps:
+                    self.step()
+                    self._end_patience()
         finally:
             gc.enable()
             self.metrics.close()
 
-    def _train_step(self, batches: StepBatches) -> bool:
-        """One optimizer step. Returns whether the ranks agreed to stop after it."""
+    def step(self) -> None:
+        """One optimizer step, and what is due after it. Raises what `train` does."""
+        stop = self._update()
+        stop = self._validate_if_due(stop)
+        self._save_if_due(stop)
+        if self.state.step % self.config.training.gc_freq == 0:
+            gc.collect(1)
+        self.profiler.step()
+
+    def _update(self) -> bool:
+        """From batches to updated weights. Returns whether the ranks agreed to stop after it."""
         step = self.state.step + 1
         with self.metrics.data_loading():
-            micro_batches = batches.next(step)
+            micro_batches = self.batches.next(step)
         local_loss, num_valid, gradients = self.forward_backward(micro_batches)
         self.check(step, gradients)
         if self.checkpointer is not None:
@@ -190,7 +196,7 @@ class Trainer:
         max_norm = self.config.training.max_norm
         norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
         # All ranks learn the loss and any rank's wish to stop. Reading them is the step's one wait for the device.
-        shared = torch.stack([local_loss, local_loss.new_tensor(float(self.watcher.requested))])
+        shared = torch.stack([local_loss, torch.full_like(local_loss, self.watcher.requested)])
         dist.all_reduce(shared)
         loss_sum, stop = (shared / mesh.degree("tp")).unbind()
         read = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double(), stop])
@@ -198,6 +204,7 @@ class Trainer:
         return local_loss, num_valid, Gradients(loss, norm_value, int(valid), stop_value > 0)
 
     def check(self, step: int, gradients: Gradients) -> None:
+        """Raises NonFiniteError or DataError, on all ranks alike, if an update by these gradients would do harm."""
         if gradients.num_valid_tokens == 0:
             raise DataError(f"step {step}: no token of the global batch is a valid target")
         if not (math.isfinite(gradients.loss) and math.isfinite(gradients.norm)):
@@ -250,8 +257,9 @@ class Trainer:
         if agreed_to_stop(self.watcher):
             raise Preempted("stopped by a signal before the first step; there is nothing to save")
 
-    def _after_first_step(self) -> None:
-        self.watcher.patience_s = math.inf
-        # What may take long, compilation and the start of communicators, is over.
-        for group in (None, *self.mesh.mesh.get_all_groups()):
-            set_group_timeout(group, self.config.comm.train_timeout_seconds)
+    def _end_patience(self) -> None:
+        """After the first step what may take long is over: compilation, and the start of communicators."""
+        if self.watcher.patience_s < math.inf:
+            self.watcher.patience_s = math.inf
+            for group in (None, *self.mesh.mesh.get_all_groups()):
+                set_group_timeout(group, self.config.comm.train_timeout_seconds)
