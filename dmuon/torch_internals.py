@@ -1,13 +1,16 @@
-"""Every private name of torch that this project uses, one function each; a test checks each."""
+"""Every private name of torch that this repository uses, dmuon and the harness; a test checks each."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -85,3 +88,39 @@ def _without_dedicated(collect: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(wrapped, _DEDICATED, True)
     return wrapped
+
+
+def set_group_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    """Changes after how long a collective of this group (None: the default one) counts as stuck."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def record_memory_history(max_entries: int) -> None:
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def memory_snapshot() -> Any:
+    return torch.cuda.memory._snapshot()
+
+
+def silence_recomputation_warning() -> None:
+    """torch.compile warns of recomputed in-place operations whenever some results are kept; our models have none."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+        lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+    )
+
+
+def costly_operators() -> set[Any]:
+    """Operators whose results selective activation checkpointing keeps: TorchTitan v0.2.2's list."""
+    aten = torch.ops.aten
+    return {
+        aten.mm.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        aten.max.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }

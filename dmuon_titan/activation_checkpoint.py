@@ -13,29 +13,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dmuon_titan.torch_internals import silence_recomputation_warning
+from dmuon.torch_internals import costly_operators, silence_recomputation_warning
 
-_aten = torch.ops.aten
 # Dear to compute again, or a collective: their results are kept. Of the matrix products every second one is, which
 # halves their memory for a quarter of their time.
-_SAVED = {
-    _aten.mm.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_attention_math.default,
-    _aten._scaled_dot_product_fused_attention_overrideable.default,
-    _aten.max.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
+_SAVED = costly_operators()
 
 
 def _every_second_product() -> Callable[..., CheckpointPolicy]:
     num_products: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator is _aten.mm.default:
+        if operator is torch.ops.aten.mm.default:
             num_products[context.is_recompute] += 1
             if num_products[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE

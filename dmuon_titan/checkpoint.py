@@ -191,7 +191,7 @@ def find_checkpoint(options: Checkpoint) -> Path | None:
         complete = _complete(folder)
         skipped = sorted(p.name for p in folder.iterdir() if p.name.startswith("step-") and p not in complete)
         if skipped:
-            logger.warning(f"not complete checkpoints, left alone in {folder}: {', '.join(skipped)}")
+            logger.warning(f"not taken for checkpoints, left alone in {folder}: {', '.join(skipped)}")
         found = [complete[0] if complete else None, [path.name for path in complete]]
         if options.load_step >= 0:
             wanted = folder / f"step-{options.load_step}"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from dmuon.torch_internals import memory_snapshot, record_memory_history
 from dmuon_titan.config.schema import Profiling
 from dmuon_titan.console import logger
-from dmuon_titan.torch_internals import memory_snapshot, record_memory_history
 
 _MAX_SNAPSHOT_ENTRIES = 100_000
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dmuon
+from dmuon.torch_internals import set_group_timeout
 from dmuon_titan.checkpoint import Checkpointer, TrainState
 from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
 from dmuon_titan.console import StatusLine, logger
@@ -32,7 +33,6 @@ from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
 from dmuon_titan.profiling import Profiler
 from dmuon_titan.signals import StopWatcher
-from dmuon_titan.torch_internals import set_group_timeout
 from models.llama.sizes import LlamaSize
 
 # A first step can compile for minutes; a scheduler gives half a minute after SIGTERM. Nothing is lost by leaving then.

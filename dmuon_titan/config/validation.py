@@ -9,13 +9,13 @@ from typing import Literal
 
 from dmuon_titan.config.derived import num_microbatches, resolved_degrees, schedule_notes
 from dmuon_titan.config.loading import load_config
-from dmuon_titan.config.memory import GIB, MemoryNeed, memory_need
 from dmuon_titan.config.paths import TRAIN_CONFIGS
 from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, SECTIONS, JobConfig, get
 from dmuon_titan.config.suggestions import nearest
 from dmuon_titan.config.values import to_toml
 from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, read_manifest, sha256_of_file
 from dmuon_titan.errors import ConfigError
+from dmuon_titan.memory import GIB, MemoryNeed, memory_need
 from models.llama.sizes import FLAVORS, LlamaSize
 
 # A suggested command must not be refused by the next check, the allocator's: room above the lower bound.

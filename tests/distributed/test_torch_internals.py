@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -78,3 +81,44 @@ def marked_after_plain_fully_shard() -> tuple[bool, bool, bool]:
 
 def test_plain_fully_shard_leaves_marked_parameters_alone(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(marked_after_plain_fully_shard) == [(False, True, False)] * 2
+
+
+def wait_for_nobody(timeout_s: float) -> float:
+    """Seconds until a collective that the other rank stays away from fails."""
+    group = dist.new_group()
+    torch_internals.set_group_timeout(group, timeout_s)
+    begin_s = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.zeros(1), group=group)
+    return time.monotonic() - begin_s
+
+
+def test_a_stuck_collective_ends_after_the_timeout_that_was_set() -> None:
+    pool = RankPool(2)
+    try:
+        waited_s, _ = pool.run(wait_for_nobody, 0.5)
+    finally:
+        pool.stop()
+    assert waited_s < 60  # the group's own limit is 30 minutes
+
+
+def test_compiling_a_selective_recomputation_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    torch_internals.silence_recomputation_warning()
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.warning("\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\n")
+    logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_costly_operators_exist_and_the_products_are_among_them() -> None:
+    assert torch.ops.aten.mm.default in torch_internals.costly_operators()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_history_is_recorded() -> None:
+    torch_internals.record_memory_history(100)
+    tensor = torch.ones(1024, device="cuda")
+    assert torch_internals.memory_snapshot()["segments"]
+    del tensor

@@ -82,7 +82,12 @@ def test_batches() -> None:
     assert (global_batch_size(config, 2), num_microbatches(config, 2)) == (8, 1)
     config = load("--training.local_batch_size=4", "--training.global_batch_size=24")
     assert (global_batch_size(config, 2), num_microbatches(config, 2), num_microbatches(config, 3)) == (24, 3, 2)
-    assert num_microbatches(load("--training.global_batch_size=24", *degrees(1, -1, 2)), 2) == 3
+    assert (
+        num_microbatches(
+            load("--training.local_batch_size=8", "--training.global_batch_size=24", *degrees(1, -1, 2)), 2
+        )
+        == 3
+    )
     assert validate(config, CPU_2) == []
     [mistake] = validate(config, World(4, "cpu"))
     assert mistake.startswith("training.global_batch_size = 24")
