@@ -70,7 +70,8 @@ def test_a_killed_run_goes_on_as_if_it_never_was(config: Path, start: StartJob) 
     """SIGKILL in the middle, no checkpoint but one complete (B05): bit for bit the same steps, each batch once."""
     arguments = ("--config", str(config), "--training.steps", "11")
     unbroken, broken = config.parent / "unbroken", config.parent / "broken"
-    assert start(*arguments, "--job.dump_folder", str(unbroken)).end().status == 0
+    assert start(*arguments, "--job.dump_folder", str(unbroken), "--metrics.enable_tensorboard").end().status == 0
+    assert len(list((unbroken / "tb").iterdir())) == 1  # B27: one rank writes it
 
     job = start(*arguments, "--job.dump_folder", str(broken))
     job.wait_for(r"step: +8 ")
