@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dmuon_titan.devices import Gpu, host_memory_bytes, num_cpu_cores, visible_gpus
 from dmuon_titan.errors import ConfigError, ExitStatus, TitanError
-from dmuon_titan.torchrun import Nodes, StoppedBeforeStart, StopSignals, run_workers
+from dmuon_titan.torchrun import Nodes, StopSignals, run_workers
 
 if TYPE_CHECKING:
     from dmuon_titan.config import World
@@ -59,10 +59,6 @@ def main(argv: list[str]) -> int:
                 "interpreter in the variable PYTHON"
             )
         )
-    except StoppedBeforeStart:
-        assert signals.received is not None
-        sys.stderr.write(f"stopped by {signals.received.name} before the job started\n")
-        return ExitStatus.PREEMPTED
 
 
 def _refuse(mistake: TitanError) -> ExitStatus:

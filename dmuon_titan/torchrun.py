@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -64,39 +65,60 @@ class Nodes:
         return self.num_local_ranks * self.num_nodes
 
 
-class StoppedBeforeStart(BaseException):
-    """A signal came before any worker had work in hand. No Exception: nothing on the way to the launcher handles it."""
-
-
 class StopSignals:
     """Passes SIGTERM, SIGINT and SIGHUP on to the workers, as SIGTERM, each time one comes.
 
-    Where there is no worker yet, the launcher is stopped by `StoppedBeforeStart`. A signal that was ignored when the
-    launcher started, as SIGHUP is under nohup, stays ignored.
+    Where there is no worker yet, the launcher ends with status 75. A signal that was ignored when the launcher started,
+    as SIGHUP is under nohup, stays ignored.
+
+    A thread does this, from a pipe into which the interpreter writes the number of each signal: Python's handlers don't
+    run while the main thread waits in C++ for other nodes.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.folder: Path | None = None
+        self._closed = False
+        self._read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd)
         for number in _STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+                signal.signal(number, _leave_to_thread)
+        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
 
     def close(self) -> None:
         """Ignores signals from now on: the job is over, and its status is known."""
-        for number in _STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        self._closed = True
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
+    def _watch(self) -> None:
+        while True:
+            for number in os.read(self._read_fd, 64):
+                if number in _STOP_SIGNALS and not self._closed:
+                    self._pass_on(signal.Signals(number))
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self.received = number
         if self.folder is not None:
             stop_file(self.folder).touch()
         pids = worker_pids(self.folder)
         if not pids:
-            raise StoppedBeforeStart
+            self.say_not_started()
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os._exit(ExitStatus.PREEMPTED)  # a worker that is just being started dies with the launcher
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+
+    def say_not_started(self) -> None:
+        assert self.received is not None
+        sys.stderr.write(f"stopped by {self.received.name} before the job started\n")
+        sys.stderr.flush()
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """The pipe gets the numbers of those signals only that have a handler."""
 
 
 def run_workers(argv: Sequence[str], nodes: Nodes, signals: StopSignals) -> ExitStatus:
@@ -116,7 +138,7 @@ def run_workers(argv: Sequence[str], nodes: Nodes, signals: StopSignals) -> Exit
         statuses = read_statuses(folder)
         status = job_status(statuses, exit_codes, stopped=signals.received is not None)
         if status is ExitStatus.PREEMPTED and not statuses:
-            raise StoppedBeforeStart
+            signals.say_not_started()
         if not signals.received:
             _report_killed(exit_codes, statuses)
         return status
