@@ -92,7 +92,7 @@ def test_batches() -> None:
     [mistake] = validate(config, World(4, "cpu"))
     assert mistake.startswith("training.global_batch_size = 24")
     assert "nearest: 16 or 32" in mistake
-    [mistake] = validate(load("--training.global_batch_size=1"), CPU_2)
+    [mistake] = validate(load("--training.local_batch_size=8", "--training.global_batch_size=1"), CPU_2)
     assert "nearest: 16" in mistake
 
 
