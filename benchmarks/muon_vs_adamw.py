@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OPTIMIZERS = ("Muon", "AdamW")
-LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+LEARNING_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 SEEDS = (0, 1, 2)
 WINDOW = 10
 """Steps whose losses are averaged before they are compared: a single batch's loss is mostly noise."""

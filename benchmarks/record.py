@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import sys
@@ -13,12 +14,14 @@ from dmuon_titan.config.resolved import versions
 
 
 def record(benchmark: str, **figures: Any) -> dict[str, Any]:
-    """One result: commit, versions, machine and the command that made it, then the figures."""
+    """One result: commit, versions, machine and the command that made it, then the figures.
+
+    Where the code is a copy without its history, the variable COMMIT says which commit it is.
+    """
     cuda = torch.cuda.is_available()
-    found = versions()
     return {
         "benchmark": benchmark,
-        "commit": found["commit"],
+        "commit": os.environ.get("COMMIT") or versions()["commit"],
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({platform.machine()})",
         "num_devices": torch.cuda.device_count() if cuda else 0,
