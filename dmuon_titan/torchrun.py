@@ -112,6 +112,7 @@ class StopSignals:
                 os.kill(pid, signal.SIGTERM)
 
     def say_not_started(self) -> None:
+        """Of a job that was stopped while none of its ranks could say so."""
         assert self.received is not None
         sys.stderr.write(f"stopped by {self.received.name} before the job started\n")
         sys.stderr.flush()
@@ -137,7 +138,7 @@ def run_workers(argv: Sequence[str], nodes: Nodes, signals: StopSignals) -> Exit
             _end_leftovers(folder)
         statuses = read_statuses(folder)
         status = job_status(statuses, exit_codes, stopped=signals.received is not None)
-        if status is ExitStatus.PREEMPTED and not statuses:
+        if signals.received and status is ExitStatus.PREEMPTED and not statuses:
             signals.say_not_started()
         if not signals.received:
             _report_killed(exit_codes, statuses)
