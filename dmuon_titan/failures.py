@@ -103,7 +103,10 @@ class FailureReporter:
             return status
         first = self.board.first() if self.board is not None else None
         if first is None or first[0] == rank:
-            say("".join(traceback.format_exception(error)).rstrip(), rank)
+            if _lost_a_peer(error):
+                say(f"stopped, for another rank is gone: {_first_line(error)}", rank)
+            else:
+                say("".join(traceback.format_exception(error)).rstrip(), rank)
         elif first[1] == ExitStatus.PREEMPTED:
             return ExitStatus.PREEMPTED
         else:
@@ -126,6 +129,12 @@ def say(text: str, rank: int) -> None:
     front = f"[rank {rank}] " if rank else ""
     sys.stderr.write("".join(f"{front}{line}\n" for line in text.splitlines()))
     sys.stderr.flush()
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether gloo found a connection closed: the peer was killed, and a traceback of this rank would tell nothing."""
+    text = str(error)
+    return "gloo" in text and any(words in text for words in ("Connection reset by peer", "Connection closed by peer"))
 
 
 def _first_line(error: BaseException) -> str:

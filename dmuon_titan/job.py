@@ -85,6 +85,7 @@ def run(
         evaluation = Evaluation(_validation_dataset(config, corpus, size), config, mesh, trainer.loss, watcher)
     trainer.start(dataset, evaluation, status_line)
     trainer.train()
+    trainer.metrics.log_summary()
     if config.training.sample_tokens:
         _print_sample(trainer, dataset)
 

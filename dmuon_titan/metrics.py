@@ -83,6 +83,7 @@ class Metrics:
             self._writers.append(JsonLines(dump_folder / "metrics.jsonl"))
             if config.metrics.enable_tensorboard:
                 self._writers.append(TensorBoard(Path(config.metrics.save_tb_folder), start_step))
+        self._losses: dict[int, float] = {}
         self._begin_s = time.monotonic()
         self._reset()
 
@@ -110,6 +111,7 @@ class Metrics:
 
     def log(self, step: int, figures: StepFigures, tokens_seen: int) -> None:
         """Writes a logged step everywhere and starts counting anew."""
+        self._losses[step] = figures.loss
         elapsed_s = time.perf_counter() - self._since_s
         num_steps = step - self._since_step
         tps = self._num_tokens / elapsed_s / self.ranks_per_batch
@@ -152,6 +154,15 @@ class Metrics:
         self._write(step, {"validation_metrics/loss": loss})
         text = f"validate step: {step:2}  loss: {loss:7.4f}  perplexity: {math.exp(min(loss, 100)):.2f}"
         logger.info(self._painted("green", text))
+
+    def log_summary(self) -> None:
+        """What the steps of this start came to; nothing if there were none."""
+        if self._losses:
+            first, last = min(self._losses), max(self._losses)
+            logger.info(
+                f"trained in {time.monotonic() - self._begin_s:.0f} s: loss {self._losses[first]:.4f} at step {first}, "
+                f"{self._losses[last]:.4f} at step {last}"
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -67,6 +67,7 @@ def _run(
     try:
         run(loaded, environment, reporter, watcher, status_line)
     except Preempted as stop:
+        watcher.close()  # a repeated signal must not spoil the status of a job that has saved and stopped
         logger.info(str(stop))
         return stop.status
     return ExitStatus.FINISHED

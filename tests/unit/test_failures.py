@@ -40,6 +40,14 @@ def test_the_traceback_is_that_of_the_rank_that_failed_first(capsys):
     ]
 
 
+def test_a_killed_peer_costs_its_survivors_a_line_each(capsys):
+    [first, _] = reporters(2)
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. This is typical\nmore")
+    assert first.report(error) == ExitStatus.FAILURE
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("stopped, for another rank is gone: [gloo")
+
+
 def test_a_rank_that_follows_one_that_was_preempted_is_preempted_too(capsys):
     first, second = reporters(2)
     assert first.board is not None
