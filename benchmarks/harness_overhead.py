@@ -44,6 +44,7 @@ def main() -> None:
         for turn in range(arguments.rounds + 1):
             for name in sorted(sides, reverse=turn % 2 == 1):
                 seconds[name].append(_time(sides[name], arguments.steps, trainer.mesh.device))
+        trainer.metrics.close()  # its writer has a thread, and the folder is about to go
     ratios = [ours / theirs for ours, theirs in zip(seconds["harness"][1:], seconds["hand_written"][1:], strict=True)]
     figures = {f"{name}_s": round(statistics.median(times[1:]), 5) for name, times in seconds.items()}
     low, median, high = statistics.quantiles(ratios, n=4)

@@ -109,6 +109,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         over_rates.plot(list(final), list(final.values()), "o-", color=colours[name], label=name)
     over_steps.set(xlabel="step", ylabel=f"training loss, mean of {WINDOW} steps", title="at the best rate, 3 seeds")
     over_rates.set(xlabel="learning rate", ylabel="final loss, mean of 3 seeds", xscale="log", title="final loss")
+    over_rates.set_xticks(LEARNING_RATES, [f"{lr:g}" for lr in LEARNING_RATES])
+    over_rates.minorticks_off()
     for axes in (over_steps, over_rates):
         axes.grid(alpha=0.3)
         axes.legend()
