@@ -6,7 +6,7 @@ optimizer = dmuon.Muon(model, lr=3e-4)
 """
 
 from dmuon.clip import clip_grad_norm_
-from dmuon.dedicate import Plan, PlanEntry, dedicate_params, dedicated_params
+from dmuon.dedicate import Plan, PlanEntry, dedicate_params, dedicated_params, process_groups
 from dmuon.materialize import materialize
 from dmuon.muon import Muon
 from dmuon.state_dict import get_state_dict, set_state_dict
@@ -20,5 +20,6 @@ __all__ = [
     "dedicated_params",
     "get_state_dict",
     "materialize",
+    "process_groups",
     "set_state_dict",
 ]

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# How far a slot's number of elements may exceed the larger of the mean and the largest matrix.
-MEMORY_SLACK = 1.15
+# How far a slot's number of elements may exceed the larger of the mean and the largest matrix. A tight bound can force
+# costly matrices together: each is tried, and the one whose worse ratio, of cost or of elements, is best wins.
+MEMORY_SLACKS = (1.15, 1.25, 1.35, math.inf)
 
 
 @dataclass(frozen=True, order=True)
@@ -65,25 +66,44 @@ def assign(shapes: Mapping[str, Sequence[int]], num_replicate: int, num_shard: i
     num_slots = num_replicate * num_shard
     costs = {name: newton_schulz_flops(shape) for name, shape in shapes.items()}
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    cap = MEMORY_SLACK * max(sum(sizes.values()) / num_slots, max(sizes.values(), default=0))
-    flops, numel = [0] * num_slots, [0] * num_slots
-    owners: dict[str, Owner] = {}
-    heap = [(0, 0, slot) for slot in range(num_slots)]
-    for name in sorted(shapes, key=lambda name: (-costs[name], -sizes[name], name)):
-        passed_over = []
-        while heap[0][1] + sizes[name] > cap and len(heap) > 1:
-            passed_over.append(heapq.heappop(heap))
-        _, _, slot = heapq.heappop(heap)
-        flops[slot] += costs[name]
-        numel[slot] += sizes[name]
-        owners[name] = slot_owner(slot, num_replicate)
-        heapq.heappush(heap, (flops[slot], numel[slot], slot))
-        for entry in passed_over:
-            heapq.heappush(heap, entry)
+    fewest_flops = max(sum(costs.values()) / num_slots, max(costs.values(), default=0))
+    fewest_numel = max(sum(sizes.values()) / num_slots, max(sizes.values(), default=0))
+
+    def totals(slots: dict[str, int], of: dict[str, int]) -> list[int]:
+        sums = [0] * num_slots
+        for name, slot in slots.items():
+            sums[slot] += of[name]
+        return sums
+
+    def worse_ratio(slots: dict[str, int]) -> float:
+        if not slots:
+            return 0.0
+        return max(max(totals(slots, costs)) / fewest_flops, max(totals(slots, sizes)) / fewest_numel)
+
+    tried = [_longest_first(costs, sizes, num_slots, slack * fewest_numel) for slack in MEMORY_SLACKS]
+    slots = min(tried, key=worse_ratio)
     by_slot = [slot_owner(slot, num_replicate) for slot in range(num_slots)]
     return Assignment(
-        owners={name: owners[name] for name in shapes},
-        flops=dict(zip(by_slot, flops, strict=True)),
-        numel=dict(zip(by_slot, numel, strict=True)),
-        _floor=max(sum(flops) / num_slots, max(costs.values(), default=0)),
+        owners={name: by_slot[slots[name]] for name in shapes},
+        flops=dict(zip(by_slot, totals(slots, costs), strict=True)),
+        numel=dict(zip(by_slot, totals(slots, sizes), strict=True)),
+        _floor=fewest_flops,
     )
+
+
+def _longest_first(costs: dict[str, int], sizes: dict[str, int], num_slots: int, cap: float) -> dict[str, int]:
+    """The slot of each name; `cap` bounds the elements of a slot as long as any slot has room."""
+    slots: dict[str, int] = {}
+    heap = [(0, 0, slot) for slot in range(num_slots)]  # flops, elements, slot
+    for name in sorted(costs, key=lambda name: (-costs[name], -sizes[name], name)):
+        full = []
+        while heap and heap[0][1] + sizes[name] > cap:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            # No slot has room: the emptiest one, or the cap itself would pile matrices up.
+            heapq.heappush(heap, full.pop(min(range(len(full)), key=lambda i: (full[i][1], full[i][0]))))
+        flops, numel, slot = heapq.heappop(heap)
+        slots[name] = slot
+        for entry in (*full, (flops + costs[name], numel + sizes[name], slot)):
+            heapq.heappush(heap, entry)
+    return slots

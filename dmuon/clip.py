@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dmuon.hooks import find_runtime
+from dmuon.hooks import find_runtime, reshard
 from dmuon.muon import local
-from dmuon.torch_internals import foreach_mul_, foreach_norm
+from dmuon.torch_internals import foreach_mul_, foreach_norm, is_dedicated
 
 
 @torch.no_grad()
@@ -26,10 +26,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     Returns:
         The norm before scaling: 0-dim float32, equal on all ranks. If it is not finite nothing was scaled.
     """
+    reshard(model)
     params = [param for param in model.parameters() if param.grad is not None and param.device.type != "meta"]
     grads = [local(param.grad) for param in params if param.grad is not None]
     grads = [grad for grad in grads if grad.numel() > 0]
-    counted = [local(p.grad) for p in params if p.grad is not None and _counts_here(p.grad)]
+    counted = [local(p.grad) for p in params if p.grad is not None and _counts_here(p, p.grad)]
     counted = [grad for grad in counted if grad.numel() > 0]
     device = next((param.device for param in model.parameters() if param.device.type != "meta"), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -45,10 +46,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     return norm.float()
 
 
-def _counts_here(grad: Tensor) -> bool:
+def _counts_here(param: nn.Parameter, grad: Tensor) -> bool:
     """Of the ranks that hold the same values, the first along each replicated axis counts them."""
     if not isinstance(grad, DTensor):
-        return True
+        return is_dedicated(param) or not dist.is_initialized() or dist.get_rank() == 0
     coordinate = grad.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(index == 0 for index, place in zip(coordinate, grad.placements, strict=True) if place == Replicate())

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.torch_internals import group_timeout
+
 Wait = Callable[[], object]
 """Returned by an asynchronous collective. NCCL: the current stream waits. Gloo: the host does."""
 
@@ -30,10 +32,14 @@ class Axis:
         self.ranks: list[int] = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
-        if self.size > 1:
+        self.groups: list[dist.ProcessGroup] = []
+        if mesh is not None and self.size > 1:
+            timeout = group_timeout(mesh.get_group(), mesh.device_type)
             # Only members take part, so that a slice of a larger mesh can be set up by the ranks that see it.
-            self._broadcast_group = dist.new_group(self.ranks, use_local_synchronization=True)
-            self._reduce_group = dist.new_group(self.ranks, use_local_synchronization=True)
+            self.groups = [
+                dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True) for _ in range(2)
+            ]
+            self._broadcast_group, self._reduce_group = self.groups
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Fills `tensor` everywhere with what index `root` of the axis holds."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -139,6 +140,12 @@ def dedicated_params(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that `fully_shard(..., ignored_params=...)` must leave alone. Empty before `dedicate_params`."""
     runtime = find_runtime(model)
     return {param.master for unit in runtime.units for param in unit.params} if runtime else set()
+
+
+def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups that dmuon made for this model. Their time-outs are those that the mesh's groups had."""
+    runtime = find_runtime(model)
+    return [*runtime.axes.shard.groups, *runtime.axes.replicate.groups] if runtime else []
 
 
 def clean_name(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dmuon.collectives import DataParallelAxes
 from dmuon.torch_internals import in_backward, queue_backward_callback
@@ -90,7 +91,8 @@ class Runtime:
 
     def _after_backward(self) -> None:
         for unit in reversed(self.units):
-            if unit not in self._reduced and (unit in self._awaiting_gradients or unit.has_gradients):
+            used = unit in self._awaiting_gradients or unit.has_gradients
+            if unit not in self._reduced and used and unit.trainable:
                 self._reduce(unit)
         for reduction in self._reductions:
             reduction.finish()
@@ -140,6 +142,17 @@ def attach_runtime(model: nn.Module, runtime: Runtime) -> None:
 def find_runtime(model: nn.Module) -> Runtime | None:
     """The runtime of a model that `dedicate_params` was called on, or None."""
     return model.__dict__.get(_ATTRIBUTE)
+
+
+def reshard(model: nn.Module) -> None:
+    """Registers masters and shards everywhere. FSDP2 leaves some modules' weights gathered after a forward without
+    gradients, and a script that looks then would take them for parameters without a shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.reshard()
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:

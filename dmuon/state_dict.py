@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dmuon.dedicate import clean_name
-from dmuon.hooks import find_runtime
+from dmuon.hooks import find_runtime, reshard
+from dmuon.muon import local
 
 MODEL, OPTIMIZER, STATE, PARAM_GROUPS = "model", "optimizer", "state", "param_groups"
 
@@ -25,9 +26,9 @@ def get_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         Tensors are the live ones: `torch.distributed.checkpoint.load` fills them in place. Take a fresh dict at every
         save.
     """
+    reshard(model)
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.reshard()
         runtime.wait_publish()
     named = _named_held(model)
     tensors = {name: param.detach() for name, param in named.items()}
@@ -76,5 +77,6 @@ def _copy(targets: dict[str, Any], sources: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, target in targets.items():
         source = sources[name]
-        if source is not target and source.data_ptr() != target.data_ptr():
+        # What was loaded in place is there already. A DTensor's own data_ptr is always 0.
+        if local(source).data_ptr() != local(target).data_ptr():
             target.copy_(source)

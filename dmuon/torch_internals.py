@@ -90,6 +90,11 @@ def _without_dedicated(collect: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """After how long a collective of this group counts as stuck."""
+    return group._get_backend(torch.device(device_type)).options._timeout
+
+
 def set_group_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
     """Changes after how long a collective of this group (None: the default one) counts as stuck."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

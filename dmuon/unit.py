@@ -143,6 +143,8 @@ class Reduction:
                 continue
             mean = buffer.div_(section.axes.world_size).float()
             for param in section.params:
+                if not param.master.requires_grad:
+                    continue
                 grad = param.view(mean)
                 if param.master.grad is None:
                     param.master.grad = grad
@@ -185,7 +187,7 @@ class Unit:
                 self._grads[param] = compute.grad
                 # Taken here, before anything can clear it: the reduction is the gradient's only reader.
                 compute.grad = None
-                if len(self._grads) == len(self.params):
+                if len(self._grads) == len(self.trainable):
                     complete(self)
 
             return take
@@ -205,6 +207,8 @@ class Unit:
         if self.state is UnitState.UNSHARDING:
             self._finish_broadcasts()
             for param in self.params:
+                # A person freezes what the module shows outside of forward.
+                param.compute.requires_grad_(param.master.requires_grad)
                 param.register(param.compute)
             self.state = UnitState.UNSHARDED
 
@@ -224,6 +228,10 @@ class Unit:
         for wait in self._waits:
             wait()
         self._waits = []
+
+    @property
+    def trainable(self) -> list[DedicatedParameter]:
+        return [param for param in self.params if param.master.requires_grad]
 
     @property
     def has_gradients(self) -> bool:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
+from dmuon import torch_internals
 from dmuon.hooks import find_runtime
 from tests.distributed import models
 from tests.distributed.pool import RankPool
@@ -143,6 +144,56 @@ def test_an_exception_in_backward_leaves_nothing_behind(ranks: Callable[[int], R
         assert got.keys() == expected.keys()
         for name, grad in got.items():
             torch.testing.assert_close(grad, expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+def freeze_then_step(which: str) -> dict[str, torch.Tensor]:
+    """How far one step moved each dedicated weight that this rank owns, after those matching `which` were frozen."""
+    model = build((1, 2), "ignored", reshard=True)
+    for name, param in model.named_parameters():
+        if models.is_dedicated(name) and which in name:
+            param.requires_grad_(False)
+    optimizer = dmuon.Muon(model, lr=1e-2)
+    held = {n: p for n, p in model.named_parameters() if models.is_dedicated(n) and p.device.type != "meta"}
+    before = {name: param.detach().clone() for name, param in held.items()}
+    backward(model)
+    optimizer.step()
+    return {name: (param.detach() - before[name]).norm() for name, param in held.items()}
+
+
+def test_a_matrix_frozen_after_dedication_stays_as_it_is(ranks: Callable[[int], RankPool]) -> None:
+    for which in ("up.weight", "layers.1."):  # some of a unit, and all of one
+        moved = {name: norm for found in ranks(2).run(freeze_then_step, which) for name, norm in found.items()}
+        assert len(moved) == 21
+        for name, norm in moved.items():
+            assert (norm == 0) == (which in name), f"{name} moved by {norm}"
+
+
+def time_outs() -> list[float]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    torch_internals.set_group_timeout(mesh["shard"].get_group(), 77)
+    model = models.SmallModel()
+    dmuon.dedicate_params(model, mesh["shard"])
+    return [torch_internals.group_timeout(group, "cpu").total_seconds() for group in dmuon.process_groups(model)]
+
+
+def test_own_groups_have_the_time_out_of_the_meshs(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(time_outs) == [[77, 77]] * 2
+    assert dmuon.process_groups(models.SmallModel()) == []
+
+
+def norm_with_a_plain_parameter() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two ranks, a parameter that neither FSDP2 nor dmuon manages, its gradient equal on both."""
+    model = build((1, 2), "ignored", reshard=True)
+    backward(model)
+    before = dmuon.clip_grad_norm_(model, None)
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
+    model.scale.grad = torch.tensor([3.0, 4.0])
+    return before, dmuon.clip_grad_norm_(model, None)
+
+
+def test_a_replicated_gradient_counts_once(ranks: Callable[[int], RankPool]) -> None:
+    for before, after in ranks(2).run(norm_with_a_plain_parameter):
+        torch.testing.assert_close(after, (before.square() + 25).sqrt())
 
 
 def mistakes() -> dict[str, str]:

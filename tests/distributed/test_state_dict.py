@@ -97,3 +97,56 @@ def missing_key() -> str:
 def test_missing_state_is_named(ranks: Callable[[int], RankPool]) -> None:
     for message in ranks(2).run(missing_key):
         assert "optimizer.state." in message
+
+
+def after_a_forward_without_gradients() -> tuple[set[str], set[str], torch.Tensor, torch.Tensor]:
+    """FSDP2 leaves its root's weights gathered after such a forward: nothing of them may be missing or stale."""
+    model = build((1, 2), "ignored", reshard=True)
+    optimizer = dmuon.Muon(model, lr=1e-2)
+    one_step(model, optimizer, 0)
+    before = dmuon.get_state_dict(model, optimizer)
+    weight = whole(before["model"]["output.weight"])
+    with torch.no_grad():
+        model(models.batch(1)[0])
+    after = dmuon.get_state_dict(model, optimizer)
+    assert before["model"].keys() == after["model"].keys()
+    return (
+        set(before["optimizer"]["state"]),
+        set(after["optimizer"]["state"]),
+        weight,
+        whole(after["model"]["output.weight"]),
+    )
+
+
+def test_state_is_complete_after_an_evaluation(ranks: Callable[[int], RankPool]) -> None:
+    for before, after, weight, weight_after in ranks(2).run(after_a_forward_without_gradients):
+        assert before == after
+        assert torch.equal(weight, weight_after)
+
+
+def from_tensors_of_its_own() -> dict[str, float]:
+    """How much each weight and state changed when a dict of changed copies was set."""
+    model = build((1, 2), "ignored", reshard=True)
+    optimizer = dmuon.Muon(model, lr=1e-2)
+    one_step(model, optimizer, 0)
+    state = dmuon.get_state_dict(model, optimizer)
+    before = flat(model, optimizer)
+    copies = {
+        "model": {name: tensor.clone() + 1 for name, tensor in state["model"].items()},
+        "optimizer": {
+            "state": {
+                name: {slot: tensor.clone() + 1 for slot, tensor in slots.items()}
+                for name, slots in state["optimizer"]["state"].items()
+            },
+            "param_groups": {},
+        },
+    }
+    dmuon.set_state_dict(model, optimizer, copies)
+    after = flat(model, optimizer)
+    return {name: (after[name] - before[name]).mean().item() for name in before}
+
+
+def test_every_tensor_is_taken_over_from_a_dict_of_other_tensors(ranks: Callable[[int], RankPool]) -> None:
+    for changes in ranks(2).run(from_tensors_of_its_own):
+        for name, change in changes.items():
+            assert change == pytest.approx(1, abs=1e-5), name

@@ -1,8 +1,12 @@
 """Owners: balanced, deterministic, within the memory cap, consecutive ones in different rows."""
 
 import time
+from collections import Counter
+
+import pytest
 
 from dmuon.assignment import Owner, assign, newton_schulz_flops, slot_owner
+from models.llama.sizes import FLAVORS
 
 
 def llama_shapes(num_layers: int, dim: int, kv_dim: int, ffn: int) -> dict[str, tuple[int, int]]:
@@ -45,6 +49,25 @@ def test_real_models_are_balanced_in_cost_and_in_bytes() -> None:
         largest = max(rows * cols for rows, cols in shapes.values())
         mean = sum(result.numel.values()) / slots
         assert max(result.numel.values()) <= 1.15 * max(mean, largest)
+
+
+@pytest.mark.parametrize("num_slots", [3, 9, 14, 16, 23, 40, 56, 72, 96, 112, 128, 192, 264, 408])
+def test_no_count_of_slots_piles_matrices_up(num_slots: int) -> None:
+    for sizes in FLAVORS.values():
+        for size in sizes.values():
+            shapes = {n: s for n, s in size.parameter_shapes().items() if n.startswith("layers.") and len(s) == 2}
+            result = assign(shapes, 1, num_slots)
+            largest = max(rows * cols for rows, cols in shapes.values())
+            numel_ratio = max(result.numel.values()) / max(sum(result.numel.values()) / num_slots, largest)
+            assert result.imbalance < 1.5
+            assert numel_ratio < 1.5
+
+
+def test_equal_matrices_are_spread_evenly() -> None:
+    for num_matrices, num_slots in [(14, 9), (5, 3), (7, 7), (3, 8)]:
+        shapes = {f"w{i}": (16, 16) for i in range(num_matrices)}
+        counts = Counter(assign(shapes, 1, num_slots).owners.values())
+        assert max(counts.values()) == -(-num_matrices // num_slots)
 
 
 def test_more_slots_than_matrices_and_no_matrices() -> None:
