@@ -21,7 +21,7 @@ from dmuon_titan.checkpoint import Checkpointer, TrainState
 from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
 from dmuon_titan.console import StatusLine, logger
 from dmuon_titan.data.dataset import TokenDataset
-from dmuon_titan.data.loader import Batch, build_loader
+from dmuon_titan.data.loader import Batch, build_loader, epochs_begun
 from dmuon_titan.data.trace import BatchTrace
 from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
 from dmuon_titan.evaluation import Evaluation, agreed_to_stop
@@ -68,14 +68,15 @@ class StepBatches:
             num_workers=config.training.dataloader.num_workers,
         )
         self._trace = BatchTrace(Path(config.job.dump_folder), mesh.dp_rank) if config.debug.trace_batches else None
-        self._epoch: int | None = None
+        self._num_windows = dataset.num_windows
+        self._num_consumed = num_consumed
+        self._global_batch_size = config.training.local_batch_size * mesh.dp_world * num_micro_batches
 
     def next(self, step: int) -> list[Batch]:
         micro_batches = list(itertools.islice(self._batches, self.num_micro_batches))
-        epoch = micro_batches[-1].epoch
-        if self._epoch is not None and epoch > self._epoch:
+        for epoch in epochs_begun(self._num_consumed, self._global_batch_size, self._num_windows):
             logger.info(f"epoch {epoch} begins at step {step}")
-        self._epoch = epoch
+        self._num_consumed += self._global_batch_size
         if self._trace is not None:
             for micro, batch in enumerate(micro_batches):
                 self._trace.append(step, micro, batch)

@@ -65,6 +65,12 @@ class SampleOrder:
         return torch.randperm(self._num_windows, generator=generator)
 
 
+def epochs_begun(num_consumed: int, num_samples: int, num_windows: int) -> range:
+    """The epochs after the first whose first sample is one of the num_samples that follow num_consumed."""
+    first, end = (-(-consumed // num_windows) for consumed in (num_consumed, num_consumed + num_samples))
+    return range(max(1, first), end)
+
+
 class MicroBatchSampler(Sampler[list[Sample]]):
     """Yields the samples of one rank's micro-batches, step after step, without end."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dmuon_titan.data.dataset import TokenDataset
-from dmuon_titan.data.loader import Batch, SampleOrder, build_loader
+from dmuon_titan.data.loader import Batch, SampleOrder, build_loader, epochs_begun
 from dmuon_titan.errors import DataError
 from tests.debruijn import debruijn_offset, debruijn_tokens, write_debruijn, write_tokens
 
@@ -172,6 +172,14 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert [SampleOrder(100, seed=2)[n].window for n in range(300)] != first
     assert [SampleOrder(100, seed=1, shuffle=False)[n].window for n in range(300)] == [*range(100)] * 3
     assert first[:100] != first[100:200] != first[200:]
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 3, 4, 5, 12, 100])
+@pytest.mark.parametrize("global_batch", [1, 4, 6])
+def test_b11_every_epoch_begins_in_exactly_one_step(num_windows: int, global_batch: int) -> None:
+    for consumed in range(0, 60, global_batch):
+        begun = [n // num_windows for n in range(consumed, consumed + global_batch) if n and n % num_windows == 0]
+        assert list(epochs_begun(consumed, global_batch, num_windows)) == begun
 
 
 def test_loader_leaves_the_global_random_state_alone(tmp_path: Path) -> None:
