@@ -13,7 +13,7 @@ from dmuon_titan.config.paths import TRAIN_CONFIGS
 from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, SECTIONS, JobConfig, get
 from dmuon_titan.config.suggestions import nearest
 from dmuon_titan.config.values import to_toml
-from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, read_manifest, sha256_of_file
+from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, num_windows, read_manifest, sha256_of_file
 from dmuon_titan.errors import ConfigError
 from dmuon_titan.memory import GIB, MemoryNeed, memory_need
 from models.llama.sizes import FLAVORS, LlamaSize
@@ -39,7 +39,7 @@ def validate(config: JobConfig, world: World) -> list[str]:
     """Every mistake of a configuration that its single values don't show, one line each.
 
     Raises:
-        DataError: there is no mistake, but a prepared folder has no readable manifest.
+        DataError: there is no mistake, but a prepared folder has no readable manifest, or less than one sequence.
     """
     size = _find_size(config)
     mistakes = [
@@ -56,6 +56,8 @@ def validate(config: JobConfig, world: World) -> list[str]:
         mistakes += _manifest_mistakes(config, size)
     if size is not None:
         mistakes += _memory_mistakes(config, size, world)
+    if not mistakes:
+        _check_lengths(config)
     return mistakes
 
 
@@ -187,8 +189,9 @@ def _manifest_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
     for prefix, manifest in manifests.items():
         if manifest.vocab_size > size.vocab_size:
             yield (
-                f"{prefix}.dataset_path: its tokenizer has a vocabulary of {manifest.vocab_size}, larger than the "
-                f"{size.vocab_size} of {config.model.name} {config.model.flavor}"
+                f"{prefix}.dataset_path = {to_toml(get(config, f'{prefix}.dataset_path'))}: its vocabulary of "
+                f"{manifest.vocab_size} is larger than the {size.vocab_size} of {config.model.name} "
+                f"{config.model.flavor}; choose another model.flavor or prepare with a smaller --vocab-size"
             )
     if "training" in manifests:
         yield from _tokenizer_mistakes(config, manifests["training"])
@@ -197,6 +200,18 @@ def _manifest_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
         held_out = manifests.get("training")
     if config.validation.enable and held_out is not None and "validation" not in held_out.splits:
         yield "validation.enable = true: the prepared data has no validation split"
+
+
+def _check_lengths(config: JobConfig) -> None:
+    """Raises DataError if a split of prepared data that the job reads holds less than one sequence."""
+    validation, seq_len = config.validation, config.training.seq_len
+    read = [(config.training.dataset_path, "train", seq_len)]
+    if validation.enable:
+        folder = validation.dataset_path or (None if validation.dataset else config.training.dataset_path)
+        read.append((folder, "validation", validation.seq_len or seq_len))
+    for path, split, length in read:
+        if path is not None:
+            num_windows(Path(path), read_manifest(Path(path)), split, length)
 
 
 def _tokenizer_mistakes(config: JobConfig, manifest: Manifest) -> Iterator[str]:

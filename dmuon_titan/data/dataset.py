@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmuon_titan.data.manifest import MANIFEST_NAME, PREPARE_COMMAND, check_sizes, read_manifest
+from dmuon_titan.data.manifest import MANIFEST_NAME, check_sizes, num_windows, read_manifest
 from dmuon_titan.data.shards import TokenStream
-from dmuon_titan.errors import DataError
 
 
 class Windows(NamedTuple):
@@ -41,15 +40,9 @@ class TokenDataset:
         self.manifest = read_manifest(self.folder)
         self.manifest_hash = hashlib.sha256((self.folder / MANIFEST_NAME).read_bytes()).hexdigest()
         check_sizes(self.folder, self.manifest)
-        tokens = self.manifest.splits.get(split)
-        self.num_tokens = tokens.num_tokens if tokens else 0
-        self.num_windows = max(0, self.num_tokens - 1) // seq_len
-        if tokens is None or not self.num_windows:
-            raise DataError(
-                f"{self.folder}: split {split!r} has {self.num_tokens} tokens, one window needs {seq_len + 1} "
-                f"(seq_len {seq_len} + 1); shorten seq_len or prepare more text with `{PREPARE_COMMAND}`"
-                + (" --validation-fraction" if split == "validation" else "")
-            )
+        self.num_windows = num_windows(self.folder, self.manifest, split, seq_len)
+        tokens = self.manifest.splits[split]
+        self.num_tokens = tokens.num_tokens
         self._stream = TokenStream(self.folder, self.manifest, tokens)
 
     @property

@@ -111,6 +111,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def num_windows(folder: Path, manifest: Manifest, split: str, seq_len: int) -> int:
+    """Windows of seq_len + 1 tokens, of which neighbours share one, in a split. Raises DataError if there is none."""
+    num_tokens = manifest.splits[split].num_tokens if split in manifest.splits else 0
+    if num_tokens <= seq_len:
+        raise DataError(
+            f"{folder}: split {split!r} has {num_tokens} tokens, one window needs {seq_len + 1} "
+            f"(seq_len {seq_len} + 1); shorten seq_len or prepare more text with `{PREPARE_COMMAND}`"
+            + (" --validation-fraction" if split == "validation" else "")
+        )
+    return (num_tokens - 1) // seq_len
+
+
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Compare the size of every file with the manifest. Raises DataError naming file and byte counts."""
     for entry in manifest.files():
