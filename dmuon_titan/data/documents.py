@@ -26,13 +26,15 @@ class Piece:
 def list_files(inputs: Sequence[Path], include: Sequence[str] = ("*",)) -> list[Path]:
     """The files named, and those under the folders named whose name matches a pattern, sorted, hidden ones left out.
 
-    Raises DataError for an input that does not exist or a folder without a matching file.
+    Raises DataError for an input that does not exist, a pipe or device, or a folder without a matching file.
     """
     files: list[Path] = []
     for given in inputs:
         if not given.is_dir():
             if not given.exists():
                 raise DataError(f"{given}: no such file or folder")
+            if not given.is_file():
+                raise DataError(f"{given}: a pipe or device, but text is read more than once; save it to a file first")
             files.append(given)
             continue
         found = {path for pattern in include for path in given.rglob(pattern) if path.is_file()}
@@ -162,7 +164,7 @@ def _skip_bom(stream: io.BufferedReader) -> None:
 def _text_of(line: str, text_key: str, path: Path, number: int) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{number}: not JSON ({error})") from None
     if not isinstance(record, dict):
         raise DataError(f"{path}:{number}: a JSON object is needed, found {type(record).__name__}")

@@ -58,7 +58,7 @@ def prepare(reader: DocumentReader, folder: Path, settings: PreparationSettings)
         with staged_folder(folder) as partial:
             manifest = _prepare_into(partial, reader, settings)
     except OSError as error:
-        raise DataError(f"{error.filename or folder}: {error.strerror}") from error
+        raise DataError(f"{error.filename or folder}: {error.strerror or error}") from error
     train, validation = (manifest.splits[name] for name in SPLITS)
     logger.info(
         "%s: %d documents, %d tokens for training and %d documents, %d tokens for validation, in %.1f s",
@@ -90,6 +90,11 @@ def _prepare_into(folder: Path, reader: DocumentReader, settings: PreparationSet
     writer = _DocumentWriter(folder, tokenizer, settings)
     with Progress("encoding text", reader.total_bytes) as progress:
         writer.write(reader.pieces(progress))
+    if not writer.num_documents:
+        raise DataError(
+            f"{', '.join(map(str, reader.files[:3]))}: no document in {reader.total_bytes} bytes "
+            f"({reader.num_skipped_lines} lines left out for invalid UTF-8); give text"
+        )
     manifest = Manifest(
         vocab_size=tokenizer.vocab_size,
         token_bytes=token_bytes_for(tokenizer.vocab_size),
@@ -124,7 +129,7 @@ class _DocumentWriter:
         self.splits = {name: SplitWriter(folder, name, tokenizer.vocab_size, settings.shard_tokens) for name in SPLITS}
         self._tokenizer = tokenizer
         self._validation_fraction = settings.validation_fraction
-        self._num_documents = 0
+        self.num_documents = 0
         self._inside = False
 
     def write(self, pieces: Iterator[Piece]) -> None:
@@ -150,11 +155,11 @@ class _DocumentWriter:
         split.append(np.array(ids, np.int64))
         if ends_document:
             split.end_document()
-            self._num_documents += 1
+            self.num_documents += 1
         self._inside = not ends_document
 
     def _is_held_out(self) -> bool:
-        fraction, index = self._validation_fraction, self._num_documents
+        fraction, index = self._validation_fraction, self.num_documents
         return int((index + 1) * fraction) > int(index * fraction)
 
 
