@@ -17,7 +17,7 @@ from dmuon_titan.config import (
     validate,
 )
 from dmuon_titan.config.paths import TRAIN_CONFIGS
-from dmuon_titan.data.manifest import FileEntry, Manifest, Split, sha256_of_file, write_manifest
+from dmuon_titan.data.manifest import FileEntry, Manifest, Shard, Split, sha256_of_file, write_manifest
 from dmuon_titan.errors import ConfigError, DataError
 from models.llama.sizes import FLAVORS
 
@@ -154,11 +154,16 @@ def test_schedule(warmup: int, ratio: float | None, total: int, lengths: tuple[i
     assert schedule_lengths(config.lr_scheduler, 5).total == 20
 
 
-def prepared(folder: Path, vocab_size: int) -> Path:
+def prepared(folder: Path, vocab_size: int, **num_tokens_of: int) -> Path:
+    """A manifest of 16-bit tokens, by default of a training split that is long enough."""
     folder.mkdir(parents=True)
     (folder / "tokenizer.model").write_bytes(b"a tokenizer")
     tokenizer = FileEntry("tokenizer.model", 11, sha256_of_file(folder / "tokenizer.model"))
-    write_manifest(folder, Manifest(vocab_size, 2, {"train": Split(0, 0, ())}, tokenizer=tokenizer))
+    splits = {
+        name: Split(num_tokens, 0, (Shard(f"{name}.bin", 2 * num_tokens, "", num_tokens),))
+        for name, num_tokens in (num_tokens_of or {"train": 1 << 20}).items()
+    }
+    write_manifest(folder, Manifest(vocab_size, 2, splits, tokenizer=tokenizer))
     return folder
 
 
@@ -200,6 +205,20 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     (empty / "manifest.json").write_text(json.dumps({"format_version": 99}))
     with pytest.raises(DataError, match="99"):
         validate(load(f"--training.dataset_path={empty}"), CPU_2)
+
+
+def test_data_of_less_than_a_sequence(tmp_path: Path) -> None:
+    """Each split against its own length, and only those that are read."""
+    folder = prepared(tmp_path / "data", 100, train=33, validation=9)
+    data = f"--training.dataset_path={folder}"
+    with pytest.raises(DataError, match=r"'train' has 33 tokens, one window needs 35 "):
+        validate(load(data, "--training.seq_len=34"), CPU_2)
+    assert validate(load(data, "--training.seq_len=32"), CPU_2) == []
+    with pytest.raises(DataError, match=r"'validation' has 9 tokens, one window needs 33 "):
+        validate(load(data, "--training.seq_len=32", "--validation.enable"), CPU_2)
+    short = ("--validation.enable", "--validation.seq_len=8")
+    assert validate(load(data, "--training.seq_len=32", *short), CPU_2) == []
+    assert validate(load(f"--validation.dataset_path={folder}", *short), CPU_2) == []
 
 
 def test_data_of_validation(tmp_path: Path) -> None:
