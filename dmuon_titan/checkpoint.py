@@ -20,12 +20,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon_titan.config.schema import Checkpoint
 from dmuon_titan.console import logger
+from dmuon_titan.continuation import check_model, check_optimizer, check_run, note_inexact, saved_names
 from dmuon_titan.errors import CheckpointError, NonFiniteError
 from dmuon_titan.seeding import random_state, restore_random_state
 
@@ -43,6 +44,7 @@ class TrainState:
     seq_len: int
     data: str  # hash of the prepared data's manifest
     tokenizer: str  # hash of the tokenizer the data were prepared with
+    global_batch_size: int  # sequences
     num_ranks: int
     num_threads: int
     step: int = 0
@@ -89,7 +91,7 @@ class Checkpointer:
         try:
             dcp.save(state, checkpoint_id=path)
         except CheckpointException as error:
-            raise CheckpointError(f"step {step} could not be saved in {path}: {_failed_ranks(error)}") from error
+            raise CheckpointError(f"step {step} could not be saved in {path}: {failed_ranks(error)}") from error
         self._written = step
 
     def publish(self) -> None:
@@ -108,16 +110,17 @@ class Checkpointer:
         """Fills model, optimizer, train state and random state from a complete checkpoint.
 
         Raises:
-            CheckpointError: it belongs to another model, tokenizer, data order, or can't be read.
+            CheckpointError: it belongs to another model, optimizer, tokenizer, data order, or can't be read.
         """
-        metadata = _read_metadata(path)
-        train_state = dict.fromkeys(asdict(self.train_state))
+        metadata, run = _read_metadata(path), asdict(self.train_state)
+        train_state = saved_names(path, metadata, run)
         self._load(path, {"train_state": train_state})
-        self._check_run(path, train_state)
+        check_run(path, train_state, run)
         state = dmuon.get_state_dict(self.model, self.optimizer)
         # The configuration says what the groups' options are, also where it changed since the save.
         groups = state["optimizer"].pop("param_groups")
-        _check_model(path, self.model, metadata)
+        check_model(path, self.model, metadata)
+        check_optimizer(path, self.model, self.optimizer, metadata)
         same_ranks = train_state["num_ranks"] == self.train_state.num_ranks
         key = _random_key(dist.get_rank())
         if same_ranks:
@@ -127,7 +130,8 @@ class Checkpointer:
         dmuon.set_state_dict(self.model, self.optimizer, state)
         if same_ranks:
             restore_random_state(state[key], self.device)
-        self._note_inexact(path, train_state)
+        if dist.get_rank() == 0:
+            note_inexact(path, train_state, run)
         for name in ("step", "consumed_samples", "tokens_seen"):
             setattr(self.train_state, name, train_state[name])
 
@@ -135,26 +139,7 @@ class Checkpointer:
         try:
             dcp.load(state, checkpoint_id=path)
         except CheckpointException as error:
-            raise CheckpointError(f"{path} can't be loaded: {_failed_ranks(error)}") from error
-
-    def _check_run(self, path: Path, saved: dict[str, Any]) -> None:
-        names = {"seed": "debug.seed", "seq_len": "training.seq_len", "tokenizer": "tokenizer", "data": "training data"}
-        for name, shown in names.items():
-            now = getattr(self.train_state, name)
-            if saved[name] != now:
-                raise CheckpointError(
-                    f"{path} was made with {shown} {saved[name]}, this run has {now}: the order of samples would not "
-                    f"continue; put back the former, or choose another job.dump_folder to start over"
-                )
-
-    def _note_inexact(self, path: Path, saved: dict[str, Any]) -> None:
-        for name, shown in (("num_ranks", "ranks"), ("num_threads", "threads a rank")):
-            now = getattr(self.train_state, name)
-            if saved[name] != now:
-                logger.warning(
-                    f"{path.name} was saved with {saved[name]} {shown}, this run has {now}: it continues with the same "
-                    "samples, but not bit for bit"
-                )
+            raise CheckpointError(f"{path} can't be loaded: {failed_ranks(error)}") from error
 
     def _check_finite(self, state: dict[str, Any]) -> None:
         finite = torch.stack([tensor.isfinite().all().to(self.device) for _, tensor in _tensors(state)])
@@ -261,23 +246,6 @@ def _replace(new: Path, path: Path) -> None:
     new.rename(path)
 
 
-def _check_model(path: Path, model: nn.Module, metadata: Metadata) -> None:
-    """Compares logical shapes, which are the same on every rank, so that all ranks come to the same verdict."""
-    prefix = "model."
-    saved = {
-        name[len(prefix) :]: tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    for name, tensor in model.named_parameters():
-        if saved.get(name) != tuple(tensor.shape):
-            here = "no such parameter" if name not in saved else list(saved[name])
-            raise CheckpointError(
-                f"{path} belongs to another model: {name} is {list(tensor.shape)} in the configured model and {here} "
-                "in the checkpoint; put back model.name and model.flavor, or choose another job.dump_folder"
-            )
-
-
 def _random_key(rank: int) -> str:
     return f"random_state_rank_{rank}"
 
@@ -293,5 +261,9 @@ def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix, tree
 
 
-def _failed_ranks(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+def failed_ranks(error: CheckpointException) -> str:
+    """Each text once, with the ranks that met it."""
+    ranks: dict[str, list[str]] = {}
+    for rank, (failure, _) in sorted(error.failures.items()):
+        ranks.setdefault(f"{type(failure).__name__}: {failure}", []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(met) > 1)} {', '.join(met)}: {text}" for text, met in ranks.items())

@@ -5,24 +5,34 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from dmuon_titan.checkpoint import TrainState, find_checkpoint, step_of
-from dmuon_titan.config import JobConfig, LoadedConfig, notes, resolved_degrees, write_resolved
+from dmuon_titan.config import (
+    JobConfig,
+    LoadedConfig,
+    global_batch_size,
+    notes,
+    resolved_degrees,
+    write_resolved,
+)
 from dmuon_titan.console import StatusLine, logger
 from dmuon_titan.data.cache import cache_dirs
 from dmuon_titan.data.corpus import ensure_default_corpus
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.tokenizer import Tokenizer
 from dmuon_titan.environment import WorkerEnvironment
-from dmuon_titan.errors import DataError
+from dmuon_titan.errors import ConfigError, DataError
 from dmuon_titan.evaluation import Evaluation
 from dmuon_titan.failures import FailureReporter
 from dmuon_titan.mesh import AXES, build_mesh, init_process_group, local_device, rendezvous_store
 from dmuon_titan.metrics import forget_after
+from dmuon_titan.run_folder import lock_run, make_folders, put_records_aside
 from dmuon_titan.seeding import seed_everything, use_deterministic_algorithms
 from dmuon_titan.signals import StopWatcher
 from dmuon_titan.tools.generate import generate
@@ -54,12 +64,19 @@ def run(
     logger.info(f"{config.job.description}: {loaded.config_path}, everything goes to {config.job.dump_folder}")
     for note in (*loaded.notes, *notes(config)):
         logger.info(note)
-    corpus = embedded_corpus(config, environment, store)
-    init_process_group(config.comm, config.job.dump_folder, environment, store, device)
+    with _owned_folders(config, environment, store):
+        corpus = embedded_corpus(config, environment, store)
+        init_process_group(config.comm, config.job.dump_folder, environment, store, device)
+        _train(loaded, corpus, device, watcher, status_line)
 
+
+def _train(
+    loaded: LoadedConfig, corpus: Path | None, device: torch.device, watcher: StopWatcher, status_line: StatusLine
+) -> None:
+    config = loaded.config
     size = FLAVORS[config.model.name][config.model.flavor]
     dataset = _dataset(config.training.dataset_path or corpus, config.training.seq_len, "train", size)
-    mesh = build_mesh(device, resolved_degrees(config, environment.num_ranks))
+    mesh = build_mesh(device, resolved_degrees(config, dist.get_world_size()))
     seed_everything(config.debug.seed)
     state = new_train_state(config, dataset)
     checkpoint = find_checkpoint(config.checkpoint) if config.checkpoint.enable else None
@@ -70,10 +87,6 @@ def run(
             "--job.dump_folder"
         )
         return
-    if environment.rank == 0:
-        write_resolved(loaded, Path(config.job.dump_folder) / "config.toml")
-        forget_after(Path(config.job.dump_folder), step_of(checkpoint) if checkpoint else 0)
-    dist.barrier()
     trainer = Trainer(config, mesh, size, state, watcher)
     _describe(trainer, dataset)
     if checkpoint is not None:
@@ -83,11 +96,49 @@ def run(
     evaluation = None
     if config.validation.enable:
         evaluation = Evaluation(_validation_dataset(config, corpus, size), config, mesh, trainer.loss, watcher)
+    if dist.get_rank() == 0:
+        _begin_records(loaded, state.step)
+    dist.barrier()
     trainer.start(dataset, evaluation, status_line)
     trainer.train()
     trainer.metrics.log_summary()
     if config.training.sample_tokens:
         _print_sample(trainer, dataset)
+
+
+@contextmanager
+def _owned_folders(config: JobConfig, environment: WorkerEnvironment, store: dist.Store) -> Iterator[None]:
+    """Has the run's folders for this job alone: rank 0 holds the lock, all ranks hear what it found.
+
+    Raises:
+        ConfigError: a folder can't be written, or another job is running there; the same on all ranks.
+    """
+    key = "dmuon_titan/folders"
+    if environment.rank:
+        mistake = _told(store, key)
+        if mistake:
+            raise ConfigError(mistake)
+        yield
+        return
+    try:
+        make_folders(config)
+        lock = lock_run(Path(config.job.dump_folder))
+    except ConfigError as mistake:
+        store.set(key, str(mistake))
+        raise
+    store.set(key, "")
+    with lock:
+        yield
+
+
+def _begin_records(loaded: LoadedConfig, start_step: int) -> None:
+    """Touches what an earlier start left in the folder: to be called once nothing stands against going on."""
+    dump_folder = Path(loaded.config.job.dump_folder)
+    if start_step:
+        forget_after(dump_folder, start_step)
+    else:
+        put_records_aside(loaded.config)
+    write_resolved(loaded, dump_folder / "config.toml")
 
 
 def embedded_corpus(config: JobConfig, environment: WorkerEnvironment, store: dist.Store) -> Path | None:
@@ -104,10 +155,15 @@ def embedded_corpus(config: JobConfig, environment: WorkerEnvironment, store: di
         folder = ensure_default_corpus(*folders)
         store.set(prepared, str(folder))
     else:
-        while not store.check([prepared]):
-            time.sleep(0.1)
-        folder = Path(store.get(prepared).decode())
+        folder = Path(_told(store, prepared))
     return folder
+
+
+def _told(store: dist.Store, key: str) -> str:
+    """What another rank sets. Polled, so that a signal is heard meanwhile."""
+    while not store.check([key]):
+        time.sleep(0.1)
+    return store.get(key).decode()
 
 
 def _dataset(folder: str | Path | None, seq_len: int, split: str, size: LlamaSize) -> TokenDataset:
@@ -142,6 +198,7 @@ def new_train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
         seq_len=config.training.seq_len,
         data=dataset.manifest_hash[:16],
         tokenizer=tokenizer.sha256[:16] if tokenizer else "none",
+        global_batch_size=global_batch_size(config, dist.get_world_size()),
         num_ranks=dist.get_world_size(),
         num_threads=torch.get_num_threads(),
     )

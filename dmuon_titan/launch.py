@@ -110,12 +110,15 @@ def job_world(nodes: Nodes, gpus: list[Gpu]) -> World:
 
 
 def _check_job(argv: list[str], world: World) -> None:
-    """Raises ConfigError with all mistakes, DataError where prepared data can't be read."""
+    """Raises ConfigError with all mistakes, DataError where prepared data can't be read; makes the run's folders."""
     from dmuon_titan.config import load_config, validate
+    from dmuon_titan.run_folder import make_folders
 
-    mistakes = validate(load_config(argv).config, world)
+    config = load_config(argv).config
+    mistakes = validate(config, world)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+    make_folders(config)
 
 
 def _prepare_environment(nodes: Nodes, gpus: list[Gpu]) -> None:

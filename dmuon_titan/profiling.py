@@ -22,7 +22,7 @@ class Profiler:
     def __init__(self, options: Profiling, device: torch.device, rank: int, start_step: int) -> None:
         self.options, self.rank, self.step_number = options, rank, start_step
         self.snapshots = options.enable_memory_snapshot and device.type == "cuda"
-        if options.enable_memory_snapshot and not self.snapshots:
+        if options.enable_memory_snapshot and not self.snapshots and rank == 0:
             logger.warning("profiling.enable_memory_snapshot = true: there is no GPU memory to take a snapshot of")
         self._profiler = self._torch_profiler(device) if options.enable_profiling else None
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dmuon
-from dmuon_titan.checkpoint import Checkpointer, TrainState, find_checkpoint
+from dmuon_titan.checkpoint import Checkpointer, TrainState, failed_ranks, find_checkpoint
 from dmuon_titan.config.schema import Checkpoint, Optimizer, build
+from dmuon_titan.console import logger
 from dmuon_titan.errors import CheckpointError, NonFiniteError
 from dmuon_titan.mesh import build_mesh
 from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
+from dmuon_titan.seeding import random_state
 from models.llama.sizes import LlamaSize
 from tests.distributed.pool import RankPool
 
@@ -42,7 +49,7 @@ def checkpointer(folder: Path, *, size: LlamaSize = SMALL, keep_latest_k: int = 
     )
     model, _ = build_model(config, size, build_mesh(CPU, (1, dist.get_world_size(), 1)))
     optimizer = build_optimizer(Optimizer(name=config.optimizer.name), model)
-    known = {"seed": 0, "seq_len": 32, "data": "d", "tokenizer": "t", "num_threads": 1}
+    known = {"seed": 0, "seq_len": 32, "data": "d", "tokenizer": "t", "global_batch_size": 8, "num_threads": 1}
     train_state = TrainState(**{**known, "num_ranks": dist.get_world_size(), **state})
     return Checkpointer(options(folder, keep_latest_k), model, optimizer, train_state, CPU)
 
@@ -193,14 +200,85 @@ def load_another(folder: Path, change: dict[str, Any]) -> str:
         ({"seed": 1}, ("debug.seed", "0", "1")),
         ({"tokenizer": "u"}, ("tokenizer", " t,", " u")),
         ({"data": "e"}, ("training data", " d,", " e")),
+        ({"muon": False}, ("optimizer.name = Muon", "this run has AdamW")),
     ],
-    ids=["model", "seed", "tokenizer", "data"],
+    ids=["model", "seed", "tokenizer", "data", "optimizer"],
 )
 def test_what_belongs_to_another_run_is_refused_with_both_sides(
     change: dict[str, Any], said: tuple[str, ...], tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     for message in ranks(2).run(load_another, tmp_path / "saved", change):
         assert all(part in message for part in said), message
+
+
+def load_adamw_with_muon(folder: Path) -> str:
+    save(checkpointer(folder, muon=False))
+    return refusal_of(lambda: checkpointer(folder).load(folder / "step-0"))
+
+
+def test_a_checkpoint_of_adamw_is_refused_for_muon(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(load_adamw_with_muon, tmp_path)
+    assert "made with optimizer.name = AdamW, this run has Muon" in first
+    assert first == second
+
+
+def warnings_of(folder: Path, change: dict[str, Any]) -> list[str]:
+    """What this rank says about a checkpoint of 1 rank and a global batch of 8."""
+    loader = checkpointer(folder, **change)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        loader.load(folder / "step-4")
+    finally:
+        logger.removeHandler(handler)
+    assert loader.train_state.step == 4
+    return records
+
+
+def test_other_ranks_and_another_global_batch_are_said_once(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    ranks(1).run(save_twice, tmp_path)
+    assert ranks(1).run(warnings_of, tmp_path, {}) == [[]]
+    first, second = ranks(2).run(warnings_of, tmp_path, {"global_batch_size": 16})
+    assert second == []
+    batch, num_ranks = first
+    assert "saved with a global batch of 8 sequences, this run has 16" in batch
+    assert "saved with 1 ranks, this run has 2" in num_ranks
+
+
+def save_like_an_early_version(folder: Path, left_out: str) -> None:
+    """Saves without one name of the train state."""
+    saver = checkpointer(folder)
+    state = dmuon.get_state_dict(saver.model, saver.optimizer)
+    state["train_state"] = asdict(saver.train_state) | {"step": 4}
+    del state["train_state"][left_out]
+    state["random_state_rank_0"] = random_state(CPU)
+    dcp.save(state, checkpoint_id=folder / "step-4")
+
+
+def test_a_checkpoint_that_does_not_say_its_global_batch_is_loaded(
+    tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    ranks(1).run(save_like_an_early_version, tmp_path, "global_batch_size")
+    assert ranks(1).run(warnings_of, tmp_path, {}) == [[]]
+
+
+def load_step_4(folder: Path) -> str:
+    return refusal_of(lambda: checkpointer(folder).load(folder / "step-4"))
+
+
+def test_a_checkpoint_that_says_too_little_is_refused(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    ranks(1).run(save_like_an_early_version, tmp_path, "seed")
+    (message,) = ranks(1).run(load_step_4, tmp_path)
+    assert message.endswith("it has no seed")
+
+
+def test_what_failed_alike_on_several_ranks_is_said_once() -> None:
+    full, gone = OSError("disk full"), ValueError("gone")
+    stack = traceback.StackSummary()
+    error = CheckpointException("save", {2: (full, stack), 0: (full, stack), 1: (gone, stack)})
+    assert failed_ranks(error) == "ranks 0, 2: OSError: disk full; rank 1: ValueError: gone"
 
 
 def test_a_step_asked_for_is_found_or_the_others_are_named(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:

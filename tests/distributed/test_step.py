@@ -57,7 +57,15 @@ def train(
     )
     mesh = build_mesh(torch.device("cpu"), (1, dp_world, 1))
     watcher = StopWatcher(lambda status, reason: None)
-    state = TrainState(seed=0, seq_len=SEQ_LEN, data="", tokenizer="", num_ranks=dp_world, num_threads=1)
+    state = TrainState(
+        seed=0,
+        seq_len=SEQ_LEN,
+        data="",
+        tokenizer="",
+        global_batch_size=len(num_valid),
+        num_ranks=dp_world,
+        num_threads=1,
+    )
     trainer = Trainer(config, mesh, SIZE, state, watcher)
     watcher.close()
     found = []

@@ -1,0 +1,92 @@
+"""The folder that a run writes to: it can be written, one job at a time has it, and no earlier run's records are lost.
+
+Imports no torch: the launcher checks here before it starts a process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from dmuon_titan.config import JobConfig
+from dmuon_titan.console import logger
+from dmuon_titan.errors import ConfigError
+
+# The processes of a job that was killed a moment ago may still be going.
+_PATIENCE_S = 2.0
+_POLL_S = 0.1
+
+
+def make_folders(config: JobConfig) -> None:
+    """Makes the folders of the run and of its checkpoints, and tries to write in them; leaves nothing there.
+
+    Raises:
+        ConfigError: one line for each folder that can't be written.
+    """
+    folders = {"job.dump_folder": config.job.dump_folder}
+    if config.checkpoint.enable:
+        folders["checkpoint.folder"] = config.checkpoint.folder
+    mistakes = []
+    for key, folder in folders.items():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            mistakes.append(f'{key} = "{folder}": can\'t be written ({error.strerror}); name a folder that can')
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+
+
+def lock_run(dump_folder: Path) -> BinaryIO:
+    """Keeps other jobs out of the folder until the result is closed or this process ends, however it does.
+
+    Raises:
+        ConfigError: a job is running there, or the lock can't be opened.
+    """
+    try:
+        stream = (dump_folder / ".lock").open("ab")
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: can't be written ({error.strerror}); choose another job.dump_folder"
+        ) from None
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            # Unlike flock's, this lock isn't inherited by a data loader's forked worker, which may live on.
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                continue
+            stream.close()
+            raise ConfigError(
+                f'job.dump_folder = "{dump_folder}": another job is running there; wait for its end or stop it, or '
+                "name another folder"
+            ) from None
+        except OSError as error:
+            logger.warning(f"{dump_folder} has no locks ({error.strerror}): take care that no other job runs there")
+        return stream
+
+
+def put_records_aside(config: JobConfig) -> None:
+    """Renames what an earlier run recorded, where this one doesn't continue it: `metrics.jsonl.before-1` and so on."""
+    dump_folder, tensorboard = Path(config.job.dump_folder), Path(config.metrics.save_tb_folder)
+    records = [dump_folder / name for name in ("metrics.jsonl", "trace", "config.toml")]
+    if dump_folder in tensorboard.parents:
+        records.append(tensorboard)
+    made_steps = (records[0], *records[1].glob("*.jsonl"))
+    if not any(path.is_file() and path.stat().st_size for path in made_steps):
+        return
+    there = [path for path in records if path.exists()]
+    for number in itertools.count(1):
+        aside = [path.with_name(f"{path.name}.before-{number}") for path in there]
+        if not any(path.exists() for path in aside):
+            break
+    for path, new in zip(there, aside, strict=True):
+        path.rename(new)
+    names = ", ".join(str(path.relative_to(dump_folder)) for path in aside)
+    logger.info(f"starting from step 0: the records of an earlier run in {dump_folder} are now {names}")
