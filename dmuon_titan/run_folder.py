@@ -30,15 +30,17 @@ def make_folders(config: JobConfig) -> None:
     folders = {"job.dump_folder": config.job.dump_folder}
     if config.checkpoint.enable:
         folders["checkpoint.folder"] = config.checkpoint.folder
-    mistakes = []
+    mistakes: dict[str, str] = {}
     for key, folder in folders.items():
+        if any(Path(refused) in Path(folder).parents for refused in mistakes):
+            continue  # one cause, one line
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            mistakes.append(f'{key} = "{folder}": can\'t be written ({error.strerror}); name a folder that can')
+            mistakes[folder] = f'{key} = "{folder}": can\'t be written ({error.strerror}); name a folder that can'
     if mistakes:
-        raise ConfigError("\n".join(mistakes))
+        raise ConfigError("\n".join(mistakes.values()))
 
 
 def lock_run(dump_folder: Path) -> BinaryIO:

@@ -165,6 +165,14 @@ def test_b19_undefined_variable(key: str, refused: Refused) -> None:
     assert "NOPE is not set" in line
 
 
+@pytest.mark.parametrize("key", ["job.dump_folder", "checkpoint.folder"])
+def test_folders_that_cannot_be_written(key: str, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("/proc/none", str(tmp_path / "file")):
+        (line,) = refused(f"--{key}", folder, "--checkpoint.enable", cwd=tmp_path)
+        assert line.startswith(f'{key} = "{folder}": can\'t be written')
+
+
 @pytest.mark.parametrize(
     ("environ", "named"),
     [

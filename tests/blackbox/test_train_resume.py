@@ -34,6 +34,8 @@ log_freq = 1
 [debug]
 trace_batches = true
 """
+RECORDS = ("metrics.jsonl", "config.toml", "trace/rank-0.jsonl")
+RECORDS_ASIDE = ("metrics.jsonl.before-1", "config.toml.before-1", "trace.before-1/rank-0.jsonl")
 
 
 @pytest.fixture
@@ -125,12 +127,41 @@ def test_a_checkpoint_of_other_data_order_is_refused(config: Path, start: StartJ
     run = config.parent / "run"
     arguments = ("--config", str(config), "--job.dump_folder", str(run))
     assert start(*arguments, "--training.steps", "1").end().status == 0
+    before = [(run / name).read_text() for name in RECORDS]
     ended = start(*arguments, "--training.steps", "2", "--training.seq_len", "16").end()
     assert ended.status == 4, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert "training.seq_len 32, this run has 16" in line
+    assert [(run / name).read_text() for name in RECORDS] == before
+
+
+def test_a_quick_try_in_the_folder_of_a_run_loses_none_of_its_records(config: Path, start: StartJob) -> None:
+    run = config.parent / "run"
+    arguments = ("--config", str(config), "--job.dump_folder", str(run), "--checkpoint.enable", "false")
+    assert start(*arguments, "--training.steps", "2").end().status == 0
+    before = [(run / name).read_text() for name in RECORDS]
+    ended = start(*arguments, "--training.steps", "1").end()
+    assert (ended.status, ended.stderr) == (0, "")
+    assert [line for line in ended.stdout.splitlines() if "metrics.jsonl.before-1" in line]
+    assert [(run / aside).read_text() for aside in RECORDS_ASIDE] == before
     assert sorted(losses(run)) == [1]
+    assert {batch["step"] for batch in trace(run)} == {1}
+
+
+def test_a_second_job_in_the_same_folder_is_refused(config: Path, start: StartJob) -> None:
+    run = config.parent / "run"
+    arguments = ("--config", str(config), "--job.dump_folder", str(run), "--training.steps", "100000")
+    first = start(*arguments)
+    first.wait_for(r"step: +2 ")
+    second = start(*arguments).end()
+    assert second.status == 2, second.stderr
+    (line,) = second.stderr.splitlines()
+    assert line.startswith(f'error: job.dump_folder = "{run}": another job is running there')
+    first.send(signal.SIGTERM)
+    ended = first.end()
+    assert (ended.status, ended.stderr) == (75, "")
+    assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
