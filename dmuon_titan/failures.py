@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _FIRST = "dmuon_titan/first_failure"
+# A rank that leaves with one of these has said in a line what a person must know.
+_EXPLAINED = (ExitStatus.CONFIG, ExitStatus.DATA, ExitStatus.CHECKPOINT, ExitStatus.NON_FINITE)
+# In what gloo, NCCL and the store say when a peer doesn't answer.
+_COMMUNICATION = ("gloo", "nccl", "tcpstore", "socket", "connection", "broken pipe")
 
 
 class FailureBoard:
@@ -89,7 +93,8 @@ class FailureReporter:
         """Prints an error that ends this rank and returns the exit status.
 
         A TitanError is printed without a traceback by one rank, with `[rank N] ` in front where rank 0 doesn't raise
-        it. Of other errors the first comes with its traceback; ranks that fail after it say so in a line.
+        it. Of other errors the first comes with its traceback; ranks that fail after it say so in a line, or nothing
+        where all they lost is the rank whose error has been explained.
         """
         rank = self.environment.rank
         status = error.status if isinstance(error, TitanError) else ExitStatus.FAILURE
@@ -109,16 +114,19 @@ class FailureReporter:
                 say("".join(traceback.format_exception(error)).rstrip(), rank)
         elif first[1] == ExitStatus.PREEMPTED:
             return ExitStatus.PREEMPTED
-        else:
+        elif not (first[1] in _EXPLAINED and _is_of_communication(error)):
             say(f"stopped after rank {first[0]} failed: {_first_line(error)}", rank)
         return status
 
     def leave(self, status: ExitStatus, reason: str) -> NoReturn:
         """Ends the process at once, whatever the main thread is doing."""
+        rank = self.environment.rank
         if self.board is not None:
             self.board.announce(status)
-        if status != ExitStatus.PREEMPTED or self.environment.rank == 0:
-            say(reason, self.environment.rank)
+        first = self.board.first() if self.board is not None else None
+        explained = first is not None and first[0] != rank and first[1] in _EXPLAINED
+        if not explained and (status != ExitStatus.PREEMPTED or rank == 0):
+            say(reason, rank)
         self.environment.leave_status(status)
         sys.stdout.flush()
         os._exit(status)
@@ -129,6 +137,12 @@ def say(text: str, rank: int) -> None:
     front = f"[rank {rank}] " if rank else ""
     sys.stderr.write("".join(f"{front}{line}\n" for line in text.splitlines()))
     sys.stderr.flush()
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether the error may come from a peer that is gone."""
+    text = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(word in text for word in _COMMUNICATION)
 
 
 def _lost_a_peer(error: BaseException) -> bool:

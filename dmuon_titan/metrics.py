@@ -209,16 +209,16 @@ def forget_after(dump_folder: Path, step: int) -> None:
     """Drops what metrics.jsonl and traces say of steps after this one: the run that goes on from it makes them anew."""
     for path in (dump_folder / "metrics.jsonl", *sorted(dump_folder.glob("trace/*.jsonl"))):
         if path.exists():
-            kept = [line for line in path.read_text().splitlines(keepends=True) if _is_until(line, step)]
+            kept = [line + b"\n" for line in path.read_bytes().split(b"\n") if _is_until(line, step)]
             partial = path.with_name(path.name + ".tmp")
-            partial.write_text("".join(kept))
+            partial.write_bytes(b"".join(kept))
             os.replace(partial, path)
 
 
-def _is_until(line: str, step: int) -> bool:
+def _is_until(line: bytes, step: int) -> bool:
     try:
         return bool(json.loads(line)["step"] <= step)
-    except ValueError:  # half a line, written when the job was killed
+    except (ValueError, LookupError, TypeError):  # torn, by a job or a machine that died: not text, or no record
         return False
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 import dmuon
 from dmuon.torch_internals import set_group_timeout
-from dmuon_titan.checkpoint import Checkpointer, TrainState
+from dmuon_titan.checkpoint import Checkpointer, TrainState, find_checkpoint, step_of
 from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
 from dmuon_titan.console import StatusLine, logger
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import Batch, build_loader, epochs_begun
 from dmuon_titan.data.trace import BatchTrace
-from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
+from dmuon_titan.errors import CheckpointError, DataError, NonFiniteError, Preempted, TitanError
 from dmuon_titan.evaluation import Evaluation, agreed_to_stop
 from dmuon_titan.loss import IGNORE_INDEX, build_loss
 from dmuon_titan.lr_scheduler import build_schedule
@@ -67,10 +67,17 @@ class StepBatches:
             num_microbatches=num_micro_batches,
             num_workers=config.training.dataloader.num_workers,
         )
-        self._trace = BatchTrace(Path(config.job.dump_folder), mesh.dp_rank) if config.debug.trace_batches else None
+        self._trace: BatchTrace | None = None
+        if config.debug.trace_batches:
+            self._trace = BatchTrace(Path(config.job.dump_folder), mesh.dp_rank, mesh.mesh.get_local_rank("tp"))
         self._num_windows = dataset.num_windows
         self._num_consumed = num_consumed
         self._global_batch_size = config.training.local_batch_size * mesh.dp_world * num_micro_batches
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last sample of the global batch that `next` returned part of; the same on all ranks."""
+        return (self._num_consumed - 1) // self._num_windows
 
     def next(self, step: int) -> list[Batch]:
         micro_batches = list(itertools.islice(self._batches, self.num_micro_batches))
@@ -170,7 +177,7 @@ class Trainer:
         self.state.tokens_seen += self.global_batch_size * self.config.training.seq_len
         self.metrics.count(sum(batch.input_BS.numel() for batch in micro_batches))
         if self.metrics.should_log(step):
-            self._log(step, gradients, local_loss / num_valid.clamp(min=1), micro_batches[-1].epoch)
+            self._log(step, gradients, local_loss / num_valid.clamp(min=1))
         self.metrics.progress(step, gradients.loss)
         return gradients.stop
 
@@ -211,14 +218,25 @@ class Trainer:
         if not (math.isfinite(gradients.loss) and math.isfinite(gradients.norm)):
             raise NonFiniteError(
                 f"step {step}: loss {gradients.loss}, gradient norm {gradients.norm}; nothing of this step was "
-                "applied. Lower optimizer.lr or lengthen lr_scheduler.warmup_steps; run again, it continues from the "
-                "newest checkpoint"
+                f"applied. Lower optimizer.lr or lengthen lr_scheduler.warmup_steps and run again: {self._way_on()}"
             )
 
-    def _log(self, step: int, gradients: Gradients, local_mean: Tensor, epoch: int) -> None:
+    def _way_on(self) -> str:
+        """What the same command does next, the same on all ranks."""
+        if self.checkpointer is None:
+            return "it starts from the beginning, for checkpoint.enable = false"
+        try:
+            checkpoint = find_checkpoint(self.config.checkpoint)
+        except CheckpointError as mistake:
+            return str(mistake)  # load_step names one that newer ones have replaced
+        if checkpoint is None:
+            return "it starts from the beginning, for there is no checkpoint yet"
+        return f"it continues from step {step_of(checkpoint)}, the checkpoint in {checkpoint}"
+
+    def _log(self, step: int, gradients: Gradients, local_mean: Tensor) -> None:
         dist.all_reduce(local_mean, op=dist.ReduceOp.MAX)
         rates = tuple(group["lr"] for group in self.optimizer.param_groups)
-        figures = StepFigures(gradients.loss, local_mean.item(), gradients.norm, rates, epoch)
+        figures = StepFigures(gradients.loss, local_mean.item(), gradients.norm, rates, self.batches.epoch)
         self.metrics.log(step, figures, self.state.tokens_seen)
 
     def _validate_if_due(self, stop: bool) -> bool:
@@ -262,5 +280,5 @@ class Trainer:
         """After the first step what may take long is over: compilation, and the start of communicators."""
         if self.watcher.patience_s < math.inf:
             self.watcher.patience_s = math.inf
-            for group in (None, *self.mesh.mesh.get_all_groups()):
+            for group in (None, *self.mesh.mesh.get_all_groups(), *dmuon.process_groups(self.model)):
                 set_group_timeout(group, self.config.comm.train_timeout_seconds)

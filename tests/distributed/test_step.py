@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import dmuon
+from dmuon.torch_internals import group_timeout, set_group_timeout
 from dmuon_titan.checkpoint import TrainState
 from dmuon_titan.config.schema import build
+from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import Batch
-from dmuon_titan.errors import DataError
+from dmuon_titan.errors import DataError, NonFiniteError
 from dmuon_titan.loss import IGNORE_INDEX
 from dmuon_titan.mesh import build_mesh
 from dmuon_titan.signals import StopWatcher
-from dmuon_titan.trainer import Gradients, Trainer
+from dmuon_titan.trainer import Gradients, StepBatches, Trainer
 from models.llama.sizes import LlamaSize
+from tests.debruijn import write_debruijn
 from tests.distributed.pool import RankPool
 from tests.distributed.test_reference_equality import whole
 
@@ -109,6 +116,79 @@ def test_a_rank_without_a_valid_token_takes_part(ranks: Callable[[int], RankPool
     ((steps, _),) = ranks(1).run(train, [0, 31], 2, "Muon")
     for found, _ in ranks(2).run(train, [0, 31], 1, "Muon"):
         assert [step.loss for step in found] == pytest.approx([step.loss for step in steps], rel=1e-6)
+
+
+def small_trainer(values: dict[str, Any]) -> Trainer:
+    """A trainer on the pool's ranks that has made no step yet."""
+    num_ranks = dist.get_world_size()
+    config = build({"training.seq_len": SEQ_LEN, "training.local_batch_size": 1, "debug.trace_batches": True, **values})
+    state = TrainState(
+        seed=0, seq_len=SEQ_LEN, data="", tokenizer="", global_batch_size=num_ranks, num_ranks=num_ranks, num_threads=1
+    )
+    watcher = StopWatcher(lambda status, reason: None)
+    watcher.close()
+    return Trainer(config, build_mesh(torch.device("cpu"), (1, num_ranks, 1)), SIZE, state, watcher)
+
+
+def advice_for_a_loss_that_is_not_finite(folder: Path, enable: bool) -> list[str]:
+    """Before and after a checkpoint was made."""
+    trainer = small_trainer({"checkpoint.enable": enable, "checkpoint.folder": str(folder)})
+    said = []
+    for step in (1, 2):
+        with pytest.raises(NonFiniteError) as error:
+            trainer.check(step, Gradients(math.nan, 1.0, 5, False))
+        said.append(str(error.value))
+        if trainer.checkpointer is not None and step == 1:
+            trainer.checkpointer.write()
+            trainer.checkpointer.publish()
+    return said
+
+
+def test_advice_after_a_broken_step_is_true(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(advice_for_a_loss_that_is_not_finite, tmp_path, True)
+    assert first == second
+    assert "starts from the beginning, for there is no checkpoint yet" in first[0]
+    assert f"continues from step 0, the checkpoint in {tmp_path}/step-0" in first[1]
+    for said in ranks(2).run(advice_for_a_loss_that_is_not_finite, tmp_path, False):
+        assert all("starts from the beginning, for checkpoint.enable = false" in line for line in said)
+
+
+def time_outs_after_the_first_step() -> list[float]:
+    trainer = small_trainer({"comm.train_timeout_seconds": 77})
+    default = group_timeout(trainer.mesh.dp_group, "cpu").total_seconds()
+    trainer.watcher.patience_s = 15
+    try:
+        trainer._end_patience()
+        groups = [trainer.mesh.dp_group, trainer.mesh.shard.get_group(), *dmuon.process_groups(trainer.model)]
+        assert len(groups) > 2
+        return [group_timeout(group, "cpu").total_seconds() for group in groups]
+    finally:
+        set_group_timeout(None, default)  # the pool's
+
+
+def test_all_groups_have_the_time_out_of_the_training_after_the_first_step(ranks: Callable[[int], RankPool]) -> None:
+    for seconds in ranks(2).run(time_outs_after_the_first_step):
+        assert set(seconds) == {77}
+
+
+def epochs_of_steps(corpus: Path, dump_folder: Path) -> list[int]:
+    """The epoch after each of 4 steps of 2 micro-batches."""
+    trainer = small_trainer({"job.dump_folder": str(dump_folder)})
+    dataset = TokenDataset(corpus, SEQ_LEN)
+    batches = StepBatches(dataset, trainer.config, trainer.mesh, num_consumed=0, num_micro_batches=2)
+    epochs = []
+    for step in range(1, 5):
+        batches.next(step)
+        epochs.append(batches.epoch)
+    return epochs
+
+
+def test_b11_epochs_are_those_of_the_global_batch_on_every_rank(
+    tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """3 windows, 4 samples a step: epochs begin at samples 3, 6, 9, 12 and 15, two of them in step 4."""
+    corpus = write_debruijn(tmp_path / "corpus", num_tokens=3 * SEQ_LEN + 1)
+    assert ranks(2).run(epochs_of_steps, corpus, tmp_path) == [[1, 2, 3, 5]] * 2
 
 
 def refusal(num_valid: list[int]) -> str:

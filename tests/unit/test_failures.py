@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch.distributed as dist
 
 from dmuon_titan.environment import WorkerEnvironment
-from dmuon_titan.errors import DataError, ExitStatus
+from dmuon_titan.errors import CheckpointError, ConfigError, DataError, ExitStatus, NonFiniteError, TitanError
 from dmuon_titan.failures import FailureBoard, FailureReporter
 
 
@@ -46,6 +49,43 @@ def test_a_killed_peer_costs_its_survivors_a_line_each(capsys):
     assert first.report(error) == ExitStatus.FAILURE
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("stopped, for another rank is gone: [gloo")
+
+
+LOST = [
+    RuntimeError("[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error"
+    ),
+    dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed"),
+]
+
+
+@pytest.mark.parametrize("lost", LOST, ids=["gloo", "nccl", "store"])
+@pytest.mark.parametrize("explained", [ConfigError, DataError, CheckpointError, NonFiniteError])
+def test_who_only_lost_a_peer_that_explained_itself_is_silent(
+    explained: type[TitanError], lost: RuntimeError, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = reporters(2)
+    first.report(explained("what was found"))
+    assert second.report(lost) == ExitStatus.FAILURE
+    assert capsys.readouterr().err == "error: what was found\n"
+
+
+def test_who_waits_in_vain_for_a_peer_that_explained_itself_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = reporters(2)
+    first.report(DataError("shard 3 is short"))
+    child = os.fork()
+    if child == 0:
+        second.leave(ExitStatus.FAILURE, "stopped since another rank left")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ExitStatus.FAILURE
+    assert capfd.readouterr().err == "error: shard 3 is short\n"
+
+
+def test_an_error_of_its_own_is_said_after_an_explained_one_too(capsys):
+    first, second = reporters(2)
+    first.report(DataError("shard 3 is short"))
+    second.report(ZeroDivisionError("division by zero"))
+    assert capsys.readouterr().err.splitlines()[1:] == ["[rank 1] stopped after rank 0 failed: division by zero"]
 
 
 def test_a_rank_that_follows_one_that_was_preempted_is_preempted_too(capsys):

@@ -61,3 +61,13 @@ def test_a_run_that_goes_on_drops_what_comes_after_and_half_a_line(tmp_path):
     forget_after(tmp_path, 2)
     for path in (tmp_path / "metrics.jsonl", tmp_path / "trace" / "rank-0.jsonl"):
         assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "x\xff\n', b"\0" * 64, b"{}\n", b"[1]\n", b"7\n", b'{"step": null}\n'])
+def test_no_torn_line_stands_against_going_on(torn: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn + b'{"step": 2}')
+    forget_after(tmp_path, 2)
+    kept = path.read_bytes()
+    assert kept.startswith(b'{"step": 1}\n')
+    assert kept.removeprefix(b'{"step": 1}\n') == (b'{"step": 2}\n' if torn.endswith(b"\n") else b"")
