@@ -16,7 +16,7 @@ from dmuon_titan.errors import ConfigError, ExitStatus, TitanError
 from dmuon_titan.torchrun import Nodes, StopSignals, run_workers
 
 if TYPE_CHECKING:
-    from dmuon_titan.config import World
+    from dmuon_titan.config import JobConfig, World
 
 _NUM_CPU_RANKS = 2
 _DEFAULT_MASTER_PORT = 29500
@@ -46,8 +46,7 @@ def main(argv: list[str]) -> int:
             sys.stdout.write(f"{help_text()}\n{_ENVIRONMENT_HELP}")
             return ExitStatus.FINISHED
         gpus = visible_gpus(os.environ)
-        nodes = read_nodes(os.environ, num_gpus=len(gpus))
-        _check_job(argv, job_world(nodes, gpus))
+        nodes = _checked_nodes(argv, gpus)
         _prepare_environment(nodes, gpus)
         return run_workers(argv, nodes, signals)
     except TitanError as mistake:
@@ -109,16 +108,31 @@ def job_world(nodes: Nodes, gpus: list[Gpu]) -> World:
     return World(nodes.num_ranks, "cpu", None if memory is None else memory // nodes.num_local_ranks)
 
 
-def _check_job(argv: list[str], world: World) -> None:
-    """Raises ConfigError with all mistakes, DataError where prepared data can't be read; makes the run's folders."""
-    from dmuon_titan.config import load_config, validate
+def _checked_nodes(argv: list[str], gpus: list[Gpu]) -> Nodes:
+    """Reads the variables, checks the configuration against them and makes the run's folders.
+
+    Raises:
+        ConfigError: all mistakes of both.
+        DataError: that alone: prepared data can't be read.
+    """
     from dmuon_titan.run_folder import make_folders
 
-    config = load_config(argv).config
-    mistakes = validate(config, world)
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    make_folders(config)
+    try:
+        nodes = read_nodes(os.environ, num_gpus=len(gpus))
+    except ConfigError as mistakes:
+        try:
+            _load(argv, None)
+        except TitanError as others:
+            raise ConfigError(f"{mistakes}\n{others}") from None
+        raise
+    make_folders(_load(argv, job_world(nodes, gpus)))
+    return nodes
+
+
+def _load(argv: list[str], world: World | None) -> JobConfig:
+    from dmuon_titan.config import load_config, validate
+
+    return load_config(argv, check=lambda config: validate(config, world)).config
 
 
 def _prepare_environment(nodes: Nodes, gpus: list[Gpu]) -> None:

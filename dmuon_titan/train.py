@@ -16,7 +16,7 @@ from typing import NoReturn
 from dmuon_titan.config import LoadedConfig, World, help_text, load_config, validate, wants_help
 from dmuon_titan.console import logger, set_up_logging
 from dmuon_titan.environment import WorkerEnvironment
-from dmuon_titan.errors import ConfigError, ExitStatus, Preempted
+from dmuon_titan.errors import ExitStatus, Preempted
 from dmuon_titan.failures import FailureReporter
 from dmuon_titan.signals import StopWatcher
 
@@ -75,11 +75,8 @@ def _run(
 
 def _checked_config(argv: list[str], environment: WorkerEnvironment) -> LoadedConfig:
     """Raises ConfigError with all mistakes. The launcher checked the same before, and the memory of devices too."""
-    loaded = load_config(argv)
-    mistakes = validate(loaded.config, World(environment.num_ranks, "cpu"))
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    return loaded
+    world = World(environment.num_ranks, "cpu")
+    return load_config(argv, check=lambda config: validate(config, world))
 
 
 def _tear_down() -> None:

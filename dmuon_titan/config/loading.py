@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,16 @@ import tomli
 from dmuon_titan.config import torchtitan
 from dmuon_titan.config.paths import absolute, find_config
 from dmuon_titan.config.schema import KEYS, SECTIONS, JobConfig, Key, build
-from dmuon_titan.config.suggestions import explain_unknown_key, explain_unknown_section
+from dmuon_titan.config.suggestions import explain_unknown_key, explain_unknown_section, meant_keys, meant_section
 from dmuon_titan.config.values import from_text, from_toml, to_toml
-from dmuon_titan.errors import ConfigError
+from dmuon_titan.errors import ConfigError, DataError
 
 DEFAULT_CONFIG = "debug_model"
 _CONFIG_FLAGS = ("config", "job.config_file")
+
+
+# Finds mistakes in a configuration, one line each.
+Check = Callable[[JobConfig], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,17 @@ class _Origin:
 
 @dataclass
 class _Merge:
-    """Values and sources so far, later assignments over earlier ones, and every mistake on the way."""
+    """Values and sources so far, later assignments over earlier ones, and every mistake on the way.
+
+    unread: keys whose values aren't known for a mistake; no further mistake is to be derived from their defaults.
+    """
 
     cwd: Path
     environ: Mapping[str, str]
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def assign(self, name: str, written: Any, origin: _Origin) -> None:
@@ -68,14 +76,20 @@ class _Merge:
         shown = f"{name} = {value} ({origin})" if value is not None else f"{name} ({origin})"
         try:
             if name in KEYS:
+                self.unread.add(name)
                 self.values[name] = self._read(KEYS[name], written, origin)
                 self.sources[name] = origin.source
+                self.unread.discard(name)
             elif name in torchtitan.INERT:
                 self._read_inert(name, written, origin, shown)
             elif name in torchtitan.RENAMED:
+                self.unread.add(torchtitan.RENAMED[name])
                 raise ValueError(f"renamed to {torchtitan.RENAMED[name]}")
+            elif name in torchtitan.REFUSED:
+                raise ValueError(torchtitan.REFUSED[name])
             else:
-                raise ValueError(torchtitan.REFUSED.get(name) or explain_unknown_key(name))
+                self.unread.update(meant_keys(name))
+                raise ValueError(explain_unknown_key(name))
         except ValueError as mistake:
             self.mistakes.append(f"{shown}: {mistake}")
 
@@ -100,11 +114,11 @@ class _Merge:
         if value != neutral:
             self.notes.append(f"{shown}: has no effect: {inert.reason}")
 
-    def finish(self) -> JobConfig:
+    def finish(self, check: Check | None) -> JobConfig:
         """The configuration, with defaults filled in and every path absolute.
 
         Raises:
-            ConfigError: there were mistakes; one line each.
+            ConfigError: there were mistakes, or `check` found some; one line each.
         """
         for key in KEYS.values():
             self.sources.setdefault(key.name, "default")
@@ -113,10 +127,17 @@ class _Merge:
         for key in KEYS.values():
             if key.path == "run":
                 self._place_in_run(key)
+        config = build(self.values, self.unread)
+        try:
+            self.mistakes += check(config) if check is not None else ()
+        except DataError as mistake:
+            if not self.mistakes:
+                raise
+            self.mistakes.append(str(mistake))
         if self.mistakes:
             raise ConfigError("\n".join(self.mistakes))
         self._note_keys_without_effect()
-        return build(self.values)
+        return config
 
     def _place_in_run(self, key: Key) -> None:
         folder = self.values.get(key.name, key.default)
@@ -124,6 +145,7 @@ class _Merge:
             self.values[key.name] = absolute(folder, Path(self.values["job.dump_folder"]), self.environ)
         except ValueError as mistake:
             self.mistakes.append(f'{key.name} = "{folder}" ({self.sources[key.name]}): {mistake}')
+            self.unread.add(key.name)
 
     def _note_keys_without_effect(self) -> None:
         optimizer = self.values.get("optimizer.name", KEYS["optimizer.name"].default)
@@ -139,7 +161,11 @@ class _Merge:
 
 
 def load_config(
-    argv: Sequence[str], *, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    check: Check | None = None,
 ) -> LoadedConfig:
     """The configuration that a command line asks for.
 
@@ -150,20 +176,25 @@ def load_config(
         argv: the command line without the program.
         cwd: what output paths and paths on the command line count from; default: the working directory.
         environ: default: os.environ.
+        check: finds further mistakes, such as `validate`; they are told together with those of single values. Values
+            that are wrong raise UnreadValue when it asks for them.
 
     Raises:
         ConfigError: the message holds one line for each mistake.
+        DataError: raised by `check`, and nothing else was wrong.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd).absolute()
     environ = os.environ if environ is None else environ
     merge = _Merge(cwd, environ)
     flags, config_names = _split_command_line(argv, merge.mistakes)
     path = _choose_file(config_names, merge)
-    if path is not None:
+    if path is None:
+        merge.unread.update(KEYS)
+    else:
         _merge_file(path, merge)
     for name, text in flags:
         merge.assign(name, text, _Origin("command line", cwd))
-    config = merge.finish()
+    config = merge.finish(check)
     assert path is not None, "a missing file is a mistake, which finish() raises"
     return LoadedConfig(config, merge.sources, path, tuple(merge.notes))
 
@@ -213,7 +244,7 @@ def _choose_file(asked: list[str], merge: _Merge) -> Path | None:
 
 def _merge_file(path: Path, merge: _Merge) -> None:
     """Assigns what the file's base and then the file hold."""
-    tables = _read_toml(path, merge.mistakes)
+    tables = _read_toml(path, merge)
     base = tables.pop("base", None)
     if base is not None:
         base_tables, base_path = _read_base(base, path, merge)
@@ -223,44 +254,51 @@ def _merge_file(path: Path, merge: _Merge) -> None:
 
 def _read_base(base: Any, path: Path, merge: _Merge) -> tuple[dict[str, Any], Path]:
     shown = f"base = {to_toml(base)} (in {path})"
-    if not isinstance(base, str):
-        merge.mistakes.append(f"{shown}: is not a string")
-        return {}, path
     try:
+        if not isinstance(base, str):
+            raise ValueError("is not a string")
         base_path = find_config(base, path.parent, merge.environ)
     except ValueError as mistake:
         merge.mistakes.append(f"{shown}: {mistake}")
+        merge.unread.update(KEYS)
         return {}, path
-    tables = _read_toml(base_path, merge.mistakes)
+    tables = _read_toml(base_path, merge)
     if tables.pop("base", None) is not None:
         merge.mistakes.append(f"{shown}: that file has a base itself; only one level is allowed")
     return tables, base_path
 
 
-def _read_toml(path: Path, mistakes: list[str]) -> dict[str, Any]:
+def _read_toml(path: Path, merge: _Merge) -> dict[str, Any]:
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, not TOML, or a number of too many digits
-        mistakes.append(f"{path}: not readable as TOML: {error}")
+        merge.mistakes.append(f"{path}: not readable as TOML: {error}")
+        merge.unread.update(KEYS)
         return {}
 
 
 def _assign_tables(tables: dict[str, Any], path: Path, merge: _Merge) -> None:
     origin = _Origin(f"file {path}", path.parent)
-    for name, written in _leaves(tables, "", origin, merge.mistakes):
+    for name, written in _leaves(tables, "", origin, merge):
         merge.assign(name, written, origin)
 
 
-def _leaves(table: dict[str, Any], prefix: str, origin: _Origin, mistakes: list[str]) -> Iterator[tuple[str, Any]]:
+def _leaves(table: dict[str, Any], prefix: str, origin: _Origin, merge: _Merge) -> Iterator[tuple[str, Any]]:
     """The dotted keys of a file with their values; an unknown section is one mistake, whatever it holds."""
     for part, written in table.items():
         name = prefix + part
         is_section = name in SECTIONS or name in torchtitan.SECTIONS
         if is_section and isinstance(written, dict):
-            yield from _leaves(written, f"{name}.", origin, mistakes)
+            yield from _leaves(written, f"{name}.", origin, merge)
         elif is_section:
-            mistakes.append(f"{name} = {to_toml(written)} ({origin}): is a section: [{name}]")
+            merge.mistakes.append(f"{name} = {to_toml(written)} ({origin}): is a section: [{name}]")
+            merge.unread.update(_keys_of(name))
         elif isinstance(written, dict) and name not in KEYS:
-            mistakes.append(f"[{name}] ({origin}): {explain_unknown_section(name)}")
+            merge.mistakes.append(f"[{name}] ({origin}): {explain_unknown_section(name)}")
+            merge.unread.update(_keys_of(meant_section(name)))
         else:
             yield name, written
+
+
+def _keys_of(section: str) -> Iterator[str]:
+    return (name for name in KEYS if name.startswith(f"{section}."))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Set
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -450,8 +451,12 @@ def get(config: JobConfig, name: str) -> Any:
     return value
 
 
-def build(values: dict[str, Any]) -> JobConfig:
-    """A configuration from dotted keys; keys that are absent have their defaults."""
+class UnreadValue(Exception):
+    """A check asked for a value that is written wrongly: it can't tell whether anything else is wrong."""
+
+
+def build(values: dict[str, Any], unread: Set[str] = frozenset()) -> JobConfig:
+    """A configuration from dotted keys; absent keys have their defaults, unread ones raise UnreadValue."""
 
     def section(section_type: type, prefix: str) -> Any:
         given = {}
@@ -461,7 +466,19 @@ def build(values: dict[str, Any]) -> JobConfig:
                 given[item.name] = section(SECTIONS[name], f"{name}.")
             elif name in values:
                 given[item.name] = values[name]
-        return section_type(**given)
+        withheld = {item.name for item in fields(section_type) if f"{prefix}{item.name}" in unread}
+        return (_withholding(section_type, withheld) if withheld else section_type)(**given)
 
     config: JobConfig = section(JobConfig, "")
     return config
+
+
+def _withholding(section_type: type, leaves: Set[str]) -> type:
+    """A section like this one, of which some values can't be read."""
+
+    def read(self: object, name: str) -> Any:
+        if name in leaves:
+            raise UnreadValue(name)
+        return object.__getattribute__(self, name)
+
+    return type(section_type.__name__, (section_type,), {"__getattribute__": read})

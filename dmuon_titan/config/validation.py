@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 from dmuon_titan.config.derived import num_microbatches, resolved_degrees, schedule_notes
 from dmuon_titan.config.loading import load_config
 from dmuon_titan.config.paths import TRAIN_CONFIGS
-from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, SECTIONS, JobConfig, get
+from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, JobConfig, UnreadValue, get
 from dmuon_titan.config.suggestions import nearest
 from dmuon_titan.config.values import to_toml
 from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, num_windows, read_manifest, sha256_of_file
@@ -35,29 +36,41 @@ class World:
     device_memory_bytes: int | None = None
 
 
-def validate(config: JobConfig, world: World) -> list[str]:
+def validate(config: JobConfig, world: World | None) -> list[str]:
     """Every mistake of a configuration that its single values don't show, one line each.
+
+    Args:
+        config: with values that can't be read, if need be: what hangs on them is left out.
+        world: None if it isn't known; what hangs on it is left out.
 
     Raises:
         DataError: there is no mistake, but a prepared folder has no readable manifest, or less than one sequence.
     """
+    mistakes: list[str] = []
+
+    def collect(found: Iterator[str]) -> None:
+        with suppress(UnreadValue):
+            for mistake in found:
+                mistakes.append(mistake)  # not extend(): what was found before an unread value counts
+
     size = _find_size(config)
-    mistakes = [
-        *_unsupported(config),
-        *_flavor_mistakes(config),
-        *_mesh_mistakes(config, world.num_ranks),
-        *_single_section_mistakes(config),
-        *_dataset_mistakes(config),
-    ]
+    collect(_unsupported(config))
+    collect(_flavor_mistakes(config))
+    if world is not None:
+        collect(_mesh_mistakes(config, world.num_ranks))
+    collect(_activation_checkpoint_mistakes(config))
+    collect(_profiling_mistakes(config))
+    collect(_dataset_mistakes(config))
     if size is not None:
-        mistakes += _size_mistakes(config, size)
-        mistakes += _tensor_parallel_mistakes(config, size)
-    if not mistakes and size is not None:
-        mistakes += _manifest_mistakes(config, size)
-    if size is not None:
-        mistakes += _memory_mistakes(config, size, world)
+        collect(_size_mistakes(config, size))
+        collect(_tensor_parallel_mistakes(config, size))
+        if not mistakes:
+            collect(_manifest_mistakes(config, size))
+        if world is not None:
+            collect(_memory_mistakes(config, size, world))
     if not mistakes:
-        _check_lengths(config)
+        with suppress(UnreadValue):
+            _check_lengths(config)
     return mistakes
 
 
@@ -79,7 +92,9 @@ def notes(config: JobConfig) -> list[str]:
 
 
 def _find_size(config: JobConfig) -> LlamaSize | None:
-    return FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+    with suppress(UnreadValue):
+        return FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+    return None
 
 
 def _flavor_mistakes(config: JobConfig) -> Iterator[str]:
@@ -96,12 +111,13 @@ def _flavor_mistakes(config: JobConfig) -> Iterator[str]:
 
 def _unsupported(config: JobConfig) -> Iterator[str]:
     """Values that are legal names but don't work so far. A section that is not enabled can't be wrong."""
-    enabled = {name: f"{name}.enable" not in KEYS or get(config, f"{name}.enable") for name in SECTIONS}
     for key in KEYS.values():
-        value = get(config, key.name)
-        if key.supported and value not in key.supported and enabled[key.section]:
-            works = " or ".join("none" if item is None else to_toml(item) for item in key.supported)
-            yield f"{key.name} = {to_toml(value)}: not supported yet; legal for now: {works}"
+        switch = f"{key.section}.enable"
+        with suppress(UnreadValue):
+            value = get(config, key.name)
+            if key.supported and value not in key.supported and (switch not in KEYS or get(config, switch)):
+                works = " or ".join("none" if item is None else to_toml(item) for item in key.supported)
+                yield f"{key.name} = {to_toml(value)}: not supported yet; legal for now: {works}"
 
 
 def _mesh_mistakes(config: JobConfig, num_ranks: int) -> Iterator[str]:
@@ -111,10 +127,13 @@ def _mesh_mistakes(config: JobConfig, num_ranks: int) -> Iterator[str]:
         yield str(mistake)
 
 
-def _single_section_mistakes(config: JobConfig) -> Iterator[str]:
+def _activation_checkpoint_mistakes(config: JobConfig) -> Iterator[str]:
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
         yield (f'activation_checkpoint.selective_ac_option = "{option}": legal: "op", or "N" for every N-th block')
+
+
+def _profiling_mistakes(config: JobConfig) -> Iterator[str]:
     profiling = config.profiling
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:

@@ -188,6 +188,13 @@ def test_mistakes_in_variables(environ: dict[str, str], named: str, tmp_path: Pa
     assert line.startswith(named)
 
 
+@pytest.mark.parametrize("variable", ["NGPU", "NPROC_PER_NODE", "NNODES"])
+def test_mistakes_in_variables_hide_none_of_the_configuration(variable: str, refused: Refused) -> None:
+    flags = ("--training.steps", "0", "--model.flavor", "8b", "--training.dataset", "c4")
+    named = [line.split()[0] for line in refused(*flags, **{variable: "two"})]
+    assert named == [variable, "training.steps", "model.flavor", "training.dataset"]
+
+
 @pytest.mark.parametrize("flag", ["--config", "--job.config_file"])
 def test_config_flags_win_over_the_variable(flag: str, tmp_path: Path, refused: Refused) -> None:
     config = write(tmp_path, "[training]\nsteps = 0\n")

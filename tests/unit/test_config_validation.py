@@ -117,6 +117,58 @@ def test_sequences_longer_than_the_rotary_table_are_refused() -> None:
     assert mistake.startswith("validation.seq_len")
 
 
+def mistakes_of(*flags: str, world: World | None = CPU_2) -> list[str]:
+    """The keys that the lines of a refusal begin with."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", "debug_model", *flags], environ={}, check=lambda config: validate(config, world))
+    return [line.split()[0] for line in str(caught.value).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("--model.flavor=8b", "model.flavor"),
+        ("--model.name=llama4", "model.name"),
+        ("--training.dataset=c4", "training.dataset"),
+        ("--training.dataset_path=/nowhere", "training.dataset_path"),
+        ("--training.seq_len=999999", "training.seq_len"),
+        ("--parallelism.data_parallel_shard_degree=3", "parallelism:"),
+        ("--parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree"),
+        ("--activation_checkpoint.selective_ac_option=x", "activation_checkpoint.selective_ac_option"),
+    ],
+)
+def test_all_kinds_of_mistakes_are_told_together(flag: str, named: str) -> None:
+    assert mistakes_of("--training.steps=0", flag) == ["training.steps", named]
+    assert mistakes_of(flag, "--optimizer.lrr=1") == ["optimizer.lrr", named]
+
+
+def test_data_that_cannot_be_read_are_told_with_the_mistakes(tmp_path: Path) -> None:
+    lines = mistakes_of("--training.steps=0", f"--training.dataset_path={tmp_path}")
+    assert lines[0] == "training.steps"
+    assert len(lines) == 2
+    with pytest.raises(DataError):
+        mistakes_of(f"--training.dataset_path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model.flavour=8B", "--training.seq_len=8192"),
+        ("--model.name", "--model.flavor=7B"),
+        ("--config=llama3_8", "--training.seq_len=8192"),
+        ("--training.local_batch_size=x", "--training.global_batch_size=3"),
+        ("--parallelism.data_parallel_shard_degree=x", "--parallelism.data_parallel_replicate_degree=3"),
+    ],
+)
+def test_no_mistake_is_made_up_from_a_value_that_is_wrong(flags: tuple[str, ...]) -> None:
+    assert len(mistakes_of(*flags)) == 1
+
+
+def test_without_a_known_world_the_rest_is_checked() -> None:
+    several = ("--parallelism.data_parallel_shard_degree=3", "--model.flavor=8b", "--training.dataset=c4")
+    assert mistakes_of(*several, world=None) == ["model.flavor", "training.dataset"]
+
+
 def test_unknown_models() -> None:
     [mistake] = validate(load("--model.flavor=8b"), CPU_2)
     assert 'nearest: "8B"' in mistake
