@@ -6,8 +6,10 @@ An axis of size 1 issues nothing. Gloo and NCCL differ nowhere else in dmuon tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,20 +20,25 @@ Wait = Callable[[], object]
 """Returned by an asynchronous collective. NCCL: the current stream waits. Gloo: the host does."""
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """The wait of what needs none."""
 
 
 class Axis:
     """One mesh axis as this rank sees it.
 
     Unshard and reduce have a group each: a prefetched broadcast must not queue behind a reduction.
+
+    Attributes:
+        fixed_tree: sum by one pairwise tree over the axis instead of in the back-end's own order. Costs the root a
+            buffer for each rank of the axis.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.ranks: list[int] = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
+        self.fixed_tree = False
         self.groups: list[dist.ProcessGroup] = []
         if mesh is not None and self.size > 1:
             timeout = group_timeout(mesh.get_group(), mesh.device_type)
@@ -44,7 +51,7 @@ class Axis:
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Fills `tensor` everywhere with what index `root` of the axis holds."""
         if self.size == 1:
-            return _nothing
+            return nothing
         work = dist.broadcast(tensor, self.ranks[root], group=self._broadcast_group, async_op=True)
         assert work is not None
         return work.wait
@@ -52,10 +59,24 @@ class Axis:
     def reduce(self, tensor: Tensor, root: int) -> Wait:
         """Sums `tensor` into index `root`; elsewhere it holds anything afterwards (gloo leaves partial sums)."""
         if self.size == 1:
-            return _nothing
+            return nothing
+        if self.fixed_tree:
+            return self._reduce_by_tree(tensor, root)
         work = dist.reduce(tensor, self.ranks[root], op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
         assert work is not None
         return work.wait
+
+    def _reduce_by_tree(self, tensor: Tensor, root: int) -> Wait:
+        parts = [torch.empty_like(tensor) for _ in self.ranks] if self.index == root else None
+        work = dist.gather(tensor, parts, self.ranks[root], group=self._reduce_group, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            work.wait()
+            if parts is not None:
+                tensor.copy_(tree_sum(parts))
+
+        return wait
 
 
 class DataParallelAxes:
@@ -65,3 +86,49 @@ class DataParallelAxes:
         self.shard = Axis(shard_mesh)
         self.replicate = Axis(replicate_mesh)
         self.world_size = self.shard.size * self.replicate.size
+        self.index = self.replicate.index * self.shard.size + self.shard.index
+        # Only where both axes communicate does one collective have to wait for another one.
+        both = self.shard.size > 1 and self.replicate.size > 1
+        self.unshard_lane = Lane(shard_mesh.device_type) if both else None
+        self.reduce_lane = Lane(shard_mesh.device_type) if both else None
+
+    def use_fixed_tree(self) -> None:
+        self.shard.fixed_tree = self.replicate.fixed_tree = True
+
+
+class Lane:
+    """Issues a collective after another one without holding up the caller: beside it, in the order of the calls.
+
+    On a GPU a stream of its own waits, so that the compute stream does not. On the CPU, where a wait holds up the
+    thread, a thread of its own does it.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._stream = torch.Stream(device_type) if device_type != "cpu" else None
+        self._thread = ThreadPoolExecutor(1, "dmuon") if device_type == "cpu" else None
+
+    def run(self, issue: Callable[[], Wait]) -> Wait:
+        """Calls `issue`, which waits for a collective and issues the next one; returns the wait for that.
+
+        What `issue` reads must stay allocated until the returned wait was called.
+        """
+        if self._thread is not None:
+            issued = self._thread.submit(issue)
+            return lambda: issued.result()()
+        assert self._stream is not None
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            return issue()
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors by a pairwise tree: neighbours first, an odd last one carried up.
+
+    A function of the parts' order alone; and where runs of 2^k neighbours were summed by the same rule before, the
+    tree over their sums gives the same bits as the tree over all parts.
+    """
+    level = list(parts)
+    while len(level) > 1:
+        paired = [level[i] + level[i + 1] for i in range(0, len(level) - 1, 2)]
+        level = paired + level[len(paired) * 2 :]
+    return level[0]
