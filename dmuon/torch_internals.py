@@ -6,12 +6,14 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _DEDICATED = "_dmuon_dedicated"
@@ -129,3 +131,44 @@ def costly_operators() -> set[Any]:
         aten.max.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """How FSDP2 reduces the gradients that one `fully_shard` call manages.
+
+    Attributes:
+        key: equal for the modules of one `fully_shard([a, b])` call, which share it.
+        shard_degree, replicate_degree: ranks of its own mesh axes; FSDP2 itself sums over both.
+        reduce_scatter, all_reduce_hook, divide_factor, force_sum: what the public setters of FSDPModule set.
+    """
+
+    key: int
+    device_type: str
+    shard_degree: int
+    replicate_degree: int
+    reduce_scatter: Any
+    all_reduce_hook: Callable[[Tensor], None] | None
+    divide_factor: float | None
+    force_sum: bool
+
+
+def gradient_reductions(module: FSDPModule) -> list[GradientReduction]:
+    """Of a module: none if it manages no parameters, several if `shard_placement_fn` chose meshes of its own."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # an older torch: one at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [
+        GradientReduction(
+            id(group),
+            group.device.type,
+            getattr(group.mesh_info, "shard_mesh_size", 1),
+            getattr(group.mesh_info, "replicate_mesh_size", 1),
+            group._reduce_scatter_comm,
+            group._all_reduce_hook,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        for group in groups
+    ]

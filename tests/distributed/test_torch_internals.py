@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,38 @@ def marked_after_plain_fully_shard() -> tuple[bool, bool, bool]:
 
 def test_plain_fully_shard_leaves_marked_parameters_alone(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(marked_after_plain_fully_shard) == [(False, True, False)] * 2
+
+
+def reductions_as_set() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    a, b, c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    empty = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh))
+    fully_shard([a, b], mesh=mesh)
+    fully_shard(c, mesh=mesh["shard"])
+    fully_shard(empty, mesh=mesh)
+    c.set_all_reduce_hook(print)
+    c.set_gradient_divide_factor(3.0)
+    c.set_force_sum_reduction_for_comms(True)
+    c.set_custom_reduce_scatter("a reduce-scatter of ours")
+    first, second, third = (torch_internals.gradient_reductions(module) for module in (a, b, c))
+    return [
+        first == second and first[0].key != third[0].key,
+        (first[0].shard_degree, first[0].replicate_degree, first[0].all_reduce_hook, first[0].divide_factor),
+        (third[0].shard_degree, third[0].replicate_degree, third[0].all_reduce_hook is print, third[0].divide_factor),
+        (first[0].force_sum, third[0].force_sum, third[0].reduce_scatter, third[0].device_type),
+        torch_internals.gradient_reductions(empty),
+    ]
+
+
+def test_gradient_reductions_are_those_that_the_setters_set(ranks: Callable[[int], RankPool]) -> None:
+    for seen in ranks(4).run(reductions_as_set):
+        assert seen == [
+            True,
+            (2, 2, None, None),
+            (2, 1, True, 3.0),
+            (False, True, "a reduce-scatter of ours", "cpu"),
+            [],
+        ]
 
 
 def wait_for_nobody(timeout_s: float) -> float:
