@@ -1,0 +1,257 @@
+"""Sums by one pairwise tree over the data-parallel index: the same bits on every (replicate, shard) mesh.
+
+The index is d = replicate index x shard degree + shard index. FSDP2 reduce-scatters over shard and all-reduces over
+replicate, each in an order of the back-end's own. Here both are replaced: over shard the parts are exchanged as they
+are and summed locally by the tree, and the tree goes on over the replicate rows in FSDP2's all-reduce hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from dmuon.collectives import Axis, tree_sum
+from dmuon.hooks import find_runtime
+from dmuon.torch_internals import GradientReduction, gradient_reductions, group_timeout
+
+_ATTRIBUTE = "_dmuon_fixed_tree"
+_enabled = False
+
+
+@dataclass
+class ReplicateRows:
+    """The replicate axis of a model whose parameters FSDP2 shards over the shard axis alone.
+
+    Attributes:
+        ranks: one in each row, this rank among them, at `index`.
+        group: they form it; None until it is needed.
+    """
+
+    ranks: Sequence[int]
+    index: int
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass
+class _FixedTree:
+    """What a model carries once it was asked for.
+
+    enabled: False once it was switched off again. undo: how FSDP2 reduced before, by `GradientReduction.key`.
+    """
+
+    rows: ReplicateRows
+    enabled: bool = True
+    undo: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+def set_deterministic(
+    enabled: bool = True, model: nn.Module | None = None, *, replicate_mesh: DeviceMesh | None = None
+) -> None:
+    """Makes every sum over ranks, of gradients and in `clip_grad_norm_`, follow one tree over the data-parallel index.
+
+    Training on (2, 2), (4) and (4, 1) ranks then gives the same bits, as does every run on one mesh, provided that
+    each rank's own arithmetic does (on CUDA: `torch.use_deterministic_algorithms`). Meshes whose shard degree is not
+    a power of two are reproducible, but equal to others only with one replicate row: the tree does not decompose.
+
+    Costs memory and time: a buffer for each rank of an axis, and gathers in place of reductions.
+
+    Args:
+        enabled: on or off.
+        model: switch it for this model, at once; after `fully_shard`. It may be one without dedicated parameters.
+            None: switch it for every model with dedicated parameters whose first forward is yet to come.
+        replicate_mesh: the replicate axis of a model without dedicated parameters that was sharded over
+            `mesh["shard"]` alone; its rows are summed by the tree. With dedicated parameters it is known.
+
+    Raises:
+        ValueError: the model is sharded on a native (replicate > 2, shard) mesh, where FSDP2 itself sums over
+            replicate; has a reduction of its own; isn't sharded yet; or can't be switched off, since nothing but the
+            tree sums the rows of a model sharded over the shard axis alone.
+    """
+    global _enabled
+    if model is None:
+        if replicate_mesh is not None:
+            raise ValueError("replicate_mesh belongs to a model: pass that too")
+        _enabled = enabled
+    elif enabled:
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise ValueError("set_deterministic: this model is not sharded yet; call it after fully_shard")
+        apply_fixed_tree(model, _rows(model, replicate_mesh))
+        runtime = find_runtime(model)
+        if runtime is not None:
+            runtime.axes.use_fixed_tree()
+    else:
+        _switch_off(model)
+
+
+def is_deterministic(model: nn.Module | None = None) -> bool:
+    """Whether sums of this model follow the tree; without a model, what models to come will do."""
+    tree = None if model is None else _find(model)
+    return _enabled if tree is None else tree.enabled
+
+
+def replicate_rows(model: nn.Module) -> ReplicateRows | None:
+    """The replicate axis of a model without dedicated parameters, where `set_deterministic` was told of one."""
+    tree = _find(model)
+    return None if tree is None else tree.rows
+
+
+def apply_fixed_tree(model: nn.Module, replicate: Axis | ReplicateRows) -> None:
+    """Makes FSDP2 reduce by the tree in every module of `model` that it doesn't in already.
+
+    Args:
+        model: after `fully_shard`.
+        replicate: this rank's replicate axis, of size 1 where there is none. Modules sharded on a native
+            (replicate, shard) mesh have it from that.
+
+    Raises:
+        ValueError: as `set_deterministic`.
+    """
+    tree = _find(model)
+    if tree is None:
+        tree = _FixedTree(replicate if isinstance(replicate, ReplicateRows) else _rows_of(replicate))
+    found: dict[int, tuple[FSDPModule, GradientReduction]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            reductions = gradient_reductions(module)
+            if reductions and reductions[0].key not in tree.undo:
+                _check(name or "the model", reductions, len(tree.rows.ranks))
+                found.setdefault(reductions[0].key, (module, reductions[0]))
+    for key, (module, reduction) in found.items():
+        if reduction.replicate_degree == 1 and len(tree.rows.ranks) > 1 and tree.rows.group is None:
+            assert isinstance(replicate, Axis)
+            tree.rows.group = _new_group(replicate, reduction.device_type)
+        tree.undo[key] = _replace_reduction(module, reduction, tree.rows)
+    tree.enabled = True
+    model.__dict__[_ATTRIBUTE] = tree
+
+
+def _find(model: nn.Module) -> _FixedTree | None:
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def _rows(model: nn.Module, replicate_mesh: DeviceMesh | None) -> Axis | ReplicateRows:
+    runtime = find_runtime(model)
+    if runtime is not None:
+        return runtime.axes.replicate
+    if replicate_mesh is None:
+        return ReplicateRows([dist.get_rank()], 0)
+    if replicate_mesh.ndim != 1:
+        raise ValueError(f"replicate_mesh has {replicate_mesh.ndim} axes: pass one, such as mesh['replicate']")
+    ranks = replicate_mesh.mesh.flatten().tolist()
+    # FSDP2 on the shard axis alone leaves the mesh's own group unused.
+    return ReplicateRows(ranks, ranks.index(dist.get_rank()), replicate_mesh.get_group())
+
+
+def _rows_of(axis: Axis) -> ReplicateRows:
+    return ReplicateRows(axis.ranks, axis.index)
+
+
+def _new_group(axis: Axis, device_type: str) -> dist.ProcessGroup:
+    """A group of its own: dmuon's reductions over the axis go their own way, beside the caller."""
+    timeout = group_timeout(axis.groups[0], device_type)
+    group = dist.new_group(axis.ranks, timeout=timeout, use_local_synchronization=True)
+    axis.groups.append(group)  # so that process_groups() knows it
+    return group
+
+
+def _check(name: str, reductions: Sequence[GradientReduction], num_rows: int) -> None:
+    remedy = 'shard it by fully_shard(..., mesh=mesh["shard"]), and dmuon sums over replicate'
+    degree = reductions[0].replicate_degree
+    if len(reductions) > 1:
+        raise ValueError(f"{name} is sharded over several meshes by shard_placement_fn: no fixed tree is known for that")
+    if degree > 2:
+        raise ValueError(
+            f"{name} is sharded on a (replicate {degree}, shard {reductions[0].shard_degree}) mesh, where FSDP2 sums "
+            f"over replicate in an order of its own: {remedy}"
+        )
+    if degree > 1 and num_rows not in (1, degree):
+        raise ValueError(f"{name} is sharded over {degree} replicate rows of {num_rows}: {remedy}")
+    if reductions[0].all_reduce_hook is not None:
+        raise ValueError(f"{name} has an all-reduce hook of its own already: remove it, or leave out set_deterministic")
+
+
+def _replace_reduction(module: FSDPModule, before: GradientReduction, rows: ReplicateRows) -> Callable[[], None]:
+    """Returns what puts back the reduction that was there before.
+
+    All division is the hook's: with one shard FSDP2 would apply a factor of its own twice. Sums are forced, for any
+    factor without that selects an operation that gloo does not have.
+    """
+    native = before.replicate_degree > 1  # two rows, whose sum has one order only; FSDP2 makes it before the hook
+    num_rows = before.replicate_degree if native else len(rows.ranks)
+    divisor = before.divide_factor or before.shard_degree * num_rows
+    reduce_scatter: Any = _TreeReduceScatter()
+    module.set_custom_reduce_scatter(reduce_scatter)
+    module.set_all_reduce_hook(_sum_rows_and_divide(None if native or num_rows == 1 else rows, divisor))
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+    def undo() -> None:
+        if num_rows > 1 and not native:
+            raise ValueError(
+                f"the fixed tree can't be switched off here: nothing else sums the {num_rows} replicate rows of a "
+                "model that is sharded over the shard axis alone, for FSDP2 all-reduces on a (replicate, shard) mesh "
+                "only; shard the model on that"
+            )
+        nothing: Any = None
+        factor: Any = before.divide_factor
+        module.set_custom_reduce_scatter(before.reduce_scatter)
+        module.set_all_reduce_hook(nothing)
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(before.force_sum)
+
+    return undo
+
+
+class _TreeReduceScatter:
+    """FSDP2's interface ReduceScatter. Moves the bytes of a ring, into one more buffer of the input's size."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(tree_sum(received.view(group.size(), -1).unbind()))
+
+
+def _sum_rows_and_divide(rows: ReplicateRows | None, divisor: float) -> Callable[[Tensor], None]:
+    def hook(reduced: Tensor) -> None:
+        if rows is not None:
+            gathered = reduced.new_empty(len(rows.ranks) * reduced.numel())
+            dist.all_gather_into_tensor(gathered, reduced, group=rows.group)
+            reduced.copy_(tree_sum(gathered.view(len(rows.ranks), -1).unbind()))
+        reduced.div_(divisor)
+        if reduced.device.type != "cpu":
+            # FSDP2 frees the buffer on the reduce-scatter's stream, where the next layer could take it over while
+            # the all-reduce stream, on which this runs, is still at work. The allocator waits for that now.
+            reduced.record_stream(torch.accelerator.current_stream())
+
+    return hook
+
+
+def _switch_off(model: nn.Module) -> None:
+    tree = _find(model)
+    if tree is None:
+        tree = model.__dict__[_ATTRIBUTE] = _FixedTree(ReplicateRows([], 0))
+    for key in list(tree.undo):
+        tree.undo[key]()
+        del tree.undo[key]
+    tree.enabled = False
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.axes.shard.fixed_tree = runtime.axes.replicate.fixed_tree = False
