@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,54 +10,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.assignment import Assignment, Owner, assign, newton_schulz_flops
+from dmuon.assignment import assign, newton_schulz_flops
 from dmuon.collectives import DataParallelAxes
+from dmuon.determinism import apply_fixed_tree, is_deterministic
 from dmuon.hooks import Runtime, attach_runtime, find_runtime
 from dmuon.parameter import DedicatedParameter
+from dmuon.plan import Plan, PlanEntry
+from dmuon.precision import policies, unit_dtypes
+from dmuon.selection import (
+    BoundaryPredicate,
+    Candidate,
+    Predicate,
+    Splits,
+    candidates,
+    clean_name,
+    resolve_splits,
+    select,
+)
 from dmuon.torch_internals import exclude_dedicated_from_fully_shard
 from dmuon.unit import Unit
-
-Predicate = Callable[[str, nn.Parameter], bool]
-BoundaryPredicate = Callable[[nn.Module], bool]
-
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks)\.\d+(?=\.|$)")
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
-
-
-@dataclass(frozen=True)
-class PlanEntry:
-    """One dedicated parameter in a plan. `flops`: of its Newton-Schulz iteration, once a step."""
-
-    name: str
-    shape: tuple[int, ...]
-    unit: str
-    owner: Owner
-    flops: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who owns what. `str(plan)` is a table for people.
-
-    Attributes:
-        entries: the dedicated parameters, in the model's order.
-        symmetric: names and shapes of all others, updated by AdamW.
-    """
-
-    entries: tuple[PlanEntry, ...]
-    symmetric: dict[str, tuple[int, ...]]
-    assignment: Assignment
-
-    def __str__(self) -> str:
-        rows = [f"{'parameter':<48} {'shape':<20} {'owner (replicate, shard)':<25} GFLOP"]
-        for entry in self.entries:
-            owner = f"({entry.owner.replicate}, {entry.owner.shard})"
-            rows.append(f"{entry.name:<48} {entry.shape!s:<20} {owner:<25} {entry.flops / 1e9:.1f}")
-        for slot, flops in self.assignment.flops.items():
-            numel = self.assignment.numel[slot]
-            rows.append(f"owner ({slot.replicate}, {slot.shard}): {flops / 1e9:.1f} GFLOP, {numel:,} elements")
-        rows.append(f"longest load / floor: {self.assignment.imbalance:.3f}; AdamW: {len(self.symmetric)} parameters")
-        return "\n".join(rows)
 
 
 def dedicate_params(
@@ -73,6 +42,7 @@ def dedicate_params(
     hook_boundary_strict: bool = True,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    split: Splits | None = None,
 ) -> Plan:
     """Gives every chosen matrix one owner that keeps it whole; the others receive it around each use.
 
@@ -80,60 +50,64 @@ def dedicate_params(
 
     Args:
         model: may lie on the meta device; then call `dmuon.materialize` after `fully_shard`.
-        mesh: the shard axis, one-dimensional.
-        predicate: (name, parameter) -> whether it is dedicated. Only trainable parameters of 2 or 3 dims whose last
-            two are above 1 are asked. Default: the 2-D weights inside hook boundaries, embeddings left out.
-        replicate_mesh: the replicate axis under HSDP, one-dimensional.
+        mesh: the shard axis, one-dimensional and named; or a (replicate, shard) mesh with these two names.
+        predicate: (name, parameter) -> whether it is dedicated. Parameters of 2 or 3 dims whose last two are above 1
+            are asked; frozen ones stay as they are. Default: 2-D weights inside hook boundaries, embeddings left out.
+        replicate_mesh: the replicate axis under HSDP, one-dimensional and named.
         reshard_after_forward: free the broadcast buffers after forward and fill them again for backward (Z3), or
             keep them in between (Z2).
         hook_boundary_predicate: the lowest ancestor module for which it holds is the boundary at which a parameter
             is filled and freed. Default: the `layers.N` or `blocks.N` that the parameter lies in.
         hook_boundary_strict: refuse dedicated parameters without a boundary; if False their own module is one.
-        param_dtype: dtype of forward and backward. Default: the parameter's own. Masters are always float32.
-        reduce_dtype: dtype of gradient reduction. Default: `param_dtype`.
+        param_dtype: dtype of forward and backward. Default: that of the enclosing `fully_shard` module's mp_policy,
+            looked up at the first forward, or else the parameter's own. Masters are always float32.
+        reduce_dtype: dtype of gradient reduction. Default: the policy's, or else `param_dtype`.
+        split: rows of the matrices that are fused along dim 0 of a 2-D parameter, by name pattern (`fnmatch`), such
+            as {"*.qkv.weight": (4096, 1024, 1024)}. Each is orthogonalised by itself.
 
     Returns:
         The plan, equal on all ranks.
 
     Raises:
-        ValueError: called twice, after `fully_shard`, with a mesh of several axes, or with a predicate that chooses
-            nothing or something without a boundary.
+        ValueError: called twice, after `fully_shard`, with a mesh of other axes, or with a predicate that chooses
+            nothing, something without a boundary or something that is not floating-point, or a split that does not
+            fit. At the first forward: dtypes that contradict the policy, or weights that were never filled.
     """
-    _check_call(model, mesh, replicate_mesh)
-    boundary_of = _boundaries(model, hook_boundary_predicate)
-    chosen, symmetric = _select(model, predicate, boundary_of)
-    if hook_boundary_strict:
-        _check_boundaries(chosen, boundary_of)
-    axes = DataParallelAxes(mesh, replicate_mesh)
-    shapes = {name: tuple(param.shape) for name, (param, _) in chosen.items()}
-    assignment = assign(shapes, axes.replicate.size, axes.shard.size)
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-
-    grouped: dict[str, list[DedicatedParameter]] = {}
-    for name, (param, places) in chosen.items():
-        shape = param.shape
-        dedicated = DedicatedParameter(name, places, shape, shape, assignment.owners[name])
-        grouped.setdefault(boundary_of.get(name, name.rpartition(".")[0]), []).append(dedicated)
-    modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        # A wrapper and what it wraps share a clean name; hooks belong on the outer one, outside recomputation.
-        modules.setdefault(clean_name(name), module)
-    units = []
-    for unit_name, params in grouped.items():
-        dtype = param_dtype or chosen[params[0].name][0].dtype
-        unit = Unit(unit_name, modules[unit_name], params, axes, device, dtype, reduce_dtype or dtype)
-        _fill_masters(unit, {param.name: chosen[param.name][0] for param in params})
-        units.append(unit)
-    exclude_dedicated_from_fully_shard()
-    attach_runtime(model, Runtime(units, axes, reshard_after_forward))
-    entries = {
-        p.name: PlanEntry(p.name, tuple(p.logical_shape), unit.name, p.owner, newton_schulz_flops(p.logical_shape))
-        for unit in units
-        for p in unit.params
+    shard_mesh, replicate_mesh = _data_parallel_axes(mesh, replicate_mesh)
+    _check_model(model)
+    chosen, symmetric = select(candidates(model, hook_boundary_predicate), predicate, hook_boundary_strict)
+    splits = resolve_splits(chosen, split)
+    axes = DataParallelAxes(shard_mesh, replicate_mesh)
+    shapes = {candidate.name: tuple(candidate.param.shape) for candidate in chosen}
+    assignment = assign(shapes, axes.replicate.size, axes.shard.size, **({"splits": splits} if splits else {}))
+    dedicated = {
+        c.name: DedicatedParameter(
+            c.name,
+            c.places,
+            c.param.shape,
+            c.param.shape,
+            assignment.owners[c.name],
+            c.param.dtype,
+            splits.get(c.name, ()),
+        )
+        for c in chosen
     }
-    return Plan(tuple(entries[name] for name in chosen), symmetric, assignment)
+    units = _units(model, chosen, dedicated, axes, _device(mesh))
+    _fill_masters(chosen, dedicated)
+
+    def prepare(runtime: Runtime) -> None:
+        _prepare(model, runtime, param_dtype, reduce_dtype)
+
+    is_filled = all(candidate.param.device.type != "meta" for candidate in chosen)
+    exclude_dedicated_from_fully_shard()
+    unit_of = {param.name: unit.name for unit in units for param in unit.params}
+    entries = tuple(
+        PlanEntry(p.name, shapes[p.name], p.split, unit_of[p.name], p.owner, newton_schulz_flops(shapes[p.name]))
+        for p in dedicated.values()
+    )
+    plan = Plan(entries, symmetric, assignment)
+    attach_runtime(model, Runtime(units, axes, plan, reshard_after_forward, prepare, is_filled))
+    return plan
 
 
 def dedicated_params(model: nn.Module) -> set[nn.Parameter]:
@@ -148,98 +122,86 @@ def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return [*runtime.axes.shard.groups, *runtime.axes.replicate.groups] if runtime else []
 
 
-def clean_name(name: str) -> str:
-    """A module's or parameter's name without what activation checkpointing and torch.compile wrap around modules."""
-    return _WRAPPERS.sub("", name + ".")[:-1]
-
-
-Chosen = dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
-
-
-def _check_call(model: nn.Module, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
-    if find_runtime(model) is not None:
-        raise ValueError("dedicate_params was called on this model before: call it once")
-    for name, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
+def _data_parallel_axes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The shard and the replicate axis of what was passed."""
+    for argument, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
+        if axis is not None and axis.mesh_dim_names is None:
+            raise ValueError(
+                f"{argument} has no axis names: make it with init_device_mesh(..., mesh_dim_names=('shard',)), or "
+                "('replicate', 'shard')"
+            )
+    names = mesh.mesh_dim_names
+    assert names is not None
+    if mesh.ndim == 2 and replicate_mesh is None and "replicate" in names[0] and "shard" in names[1]:
+        return mesh[names[1]], mesh[names[0]]
+    for argument, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
         if axis is not None and axis.ndim != 1:
             raise ValueError(
-                f"{name} has {axis.ndim} axes {axis.mesh_dim_names}: pass one axis, such as mesh['shard'], and the "
+                f"{argument} has {axis.ndim} axes {axis.mesh_dim_names}: pass one axis, such as mesh['shard'], and the "
                 "replicate axis as replicate_mesh=mesh['replicate']"
             )
+    return mesh, replicate_mesh
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if find_runtime(module) is not None:
+            what = f"its module {name}" if name else "this model"
+            raise ValueError(f"dedicate_params was called on {what} before: call it once, on the whole model")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(f"{name} is sharded already: call dedicate_params before fully_shard")
 
 
-def _boundaries(model: nn.Module, predicate: BoundaryPredicate | None) -> dict[str, str]:
-    """Parameter name -> name of its boundary module, for those that have one."""
-    if predicate is None:
-        matches = {name: list(_BLOCK.finditer(name)) for name in _parameter_places(model)}
-        # The last match: in `vision.blocks.3.layers.0` the innermost block is the unit.
-        return {name: name[: found[-1].end()] for name, found in matches.items() if found}
-    holds = {clean_name(name) for name, module in model.named_modules() if predicate(module)}
-    boundaries = {}
-    for name in _parameter_places(model):
-        ancestor = name
-        while ancestor:
-            ancestor = ancestor.rpartition(".")[0]
-            if ancestor in holds:
-                boundaries[name] = ancestor
-                break
-    return boundaries
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _parameter_places(model: nn.Module) -> Chosen:
-    """Every distinct parameter by its first name, with all places that hold it (several when tied)."""
-    places: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]] = {}
-    for module_name, module in model.named_modules():
-        for attribute, param in module.named_parameters(recurse=False):
-            name = clean_name(f"{module_name}.{attribute}" if module_name else attribute)
-            places.setdefault(param, (name, []))[1].append((module, attribute))
-    return {name: (param, held) for param, (name, held) in places.items()}
-
-
-def _select(
-    model: nn.Module, predicate: Predicate | None, boundary_of: dict[str, str]
-) -> tuple[Chosen, dict[str, tuple[int, ...]]]:
-    chosen: Chosen = {}
-    symmetric: dict[str, tuple[int, ...]] = {}
-    for name, (param, places) in _parameter_places(model).items():
-        matrix = param.requires_grad and param.ndim in (2, 3) and min(param.shape[-2:]) > 1
-        if predicate is not None:
-            wanted = matrix and predicate(name, param)
-        else:
-            embedding = any(isinstance(module, nn.Embedding) for module, _ in places)
-            wanted = matrix and param.ndim == 2 and not embedding and name in boundary_of
-        if wanted:
-            if not param.is_floating_point():
-                raise ValueError(f"{name} has dtype {param.dtype}: only floating-point parameters can be dedicated")
-            chosen[name] = (param, places)
-        else:
-            symmetric[name] = tuple(param.shape)
-    if not chosen:
-        raise ValueError(
-            "no parameter was chosen: the predicate must hold for at least one trainable 2-D or 3-D parameter"
-            if predicate is not None
-            else "no 2-D weight lies inside layers.N or blocks.N: pass predicate= and hook_boundary_predicate="
-        )
-    return chosen, symmetric
-
-
-def _check_boundaries(chosen: Iterable[str], boundary_of: dict[str, str]) -> None:
-    without = [name for name in chosen if name not in boundary_of]
-    if without:
-        raise ValueError(
-            f"no hook boundary for {', '.join(without)}: pass hook_boundary_predicate=, or hook_boundary_strict=False "
-            "to fill and free each of them at its own module"
-        )
+def _units(
+    model: nn.Module,
+    chosen: Sequence[Candidate],
+    dedicated: dict[str, DedicatedParameter],
+    axes: DataParallelAxes,
+    device: torch.device,
+) -> list[Unit]:
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # A wrapper and what it wraps share a clean name; hooks belong on the outer one, outside recomputation.
+        modules.setdefault(clean_name(name), module)
+    grouped: dict[tuple[str, ...], list[DedicatedParameter]] = {}
+    for candidate in chosen:
+        grouped.setdefault(candidate.boundaries, []).append(dedicated[candidate.name])
+    return [
+        Unit(" + ".join(boundaries), [modules[name] for name in boundaries], params, axes, device)
+        for boundaries, params in grouped.items()
+    ]
 
 
 @torch.no_grad()
-def _fill_masters(unit: Unit, values: dict[str, nn.Parameter]) -> None:
-    for section in unit.sections:
-        if section.masters is None:
-            continue
-        for param in section.params:
-            if values[param.name].device.type != "meta":
-                param.master.copy_(values[param.name])
-        section.refresh_compute()
+def _fill_masters(chosen: Sequence[Candidate], dedicated: dict[str, DedicatedParameter]) -> None:
+    for candidate in chosen:
+        master = dedicated[candidate.name].master
+        if master.device.type != "meta" and candidate.param.device.type != "meta":
+            master.copy_(candidate.param)
+
+
+def _prepare(
+    model: nn.Module, runtime: Runtime, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """Before the first forward, when `fully_shard` has been called and weights are there."""
+    if not runtime.is_filled:
+        raise ValueError("the model was on the meta device and has no weights yet: call dmuon.materialize(model, ...)")
+    by_module = policies(model)
+    for unit in runtime.units:
+        for param in unit.params:
+            if not param.is_registered:
+                raise ValueError(
+                    f"{param.name} was replaced after dedicate_params: load weights with dmuon.set_state_dict or "
+                    "dmuon.materialize, and move or cast the model before dedicate_params"
+                )
+        unit.build_compute(*unit_dtypes(unit.params, by_module, param_dtype, reduce_dtype), runtime.on_complete)
+    if is_deterministic():
+        runtime.axes.use_fixed_tree()
+        apply_fixed_tree(model, runtime.axes.replicate)

@@ -1,12 +1,17 @@
 """When a unit is told to do what: around forward, around backward, in recomputation, after an update.
 
-Units are prefetched in the order in which the model defines them. At any time at most two units' weights and two
-units' gradients are in flight.
+Units are prefetched in the order of the last forward. At any time at most two units' weights and two units' gradients
+are in flight.
+
+Every rank reduces the same units in the same order, whatever its own gradients do: each unit that took part in a
+forward with gradients is reduced once a backward, latest first, as soon as its gradients are complete or the backward
+has moved past it. So a parameter, or a whole block, that only some ranks use cannot make collectives differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,89 +19,194 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon.collectives import DataParallelAxes
+from dmuon.plan import Plan
 from dmuon.torch_internals import in_backward, queue_backward_callback
 from dmuon.unit import Reduction, Unit
 
 _ATTRIBUTE = "_dmuon_runtime"
 
 
+@dataclass(frozen=True)
+class Call:
+    """One forward of a unit that a backward will come back to. begin, end: times on the clock of all such calls."""
+
+    unit: Unit
+    begin: int
+    end: int
+    previous: Unit | None
+
+
 class Runtime:
-    """What a model with dedicated parameters carries: its units and the state of the pass under way."""
+    """What a model with dedicated parameters carries: its units and the state of the pass under way.
 
-    def __init__(self, units: Sequence[Unit], axes: DataParallelAxes, reshard_after_forward: bool) -> None:
-        self.units = list(units)
-        self.axes = axes
+    Attributes:
+        prepare: called once, at the first forward, to make the compute copies.
+        sync_gradients: backward reduces gradients; if not it keeps them on each rank.
+        is_filled: masters hold values; not so between `dedicate_params` on the meta device and `materialize`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        axes: DataParallelAxes,
+        plan: Plan,
+        reshard_after_forward: bool,
+        prepare: Callable[[Runtime], None],
+        is_filled: bool,
+    ) -> None:
+        self.units, self.axes, self.plan = list(units), axes, plan
         self.reshard_after_forward = reshard_after_forward
-        self._position = {unit: index for index, unit in enumerate(self.units)}
+        self.sync_gradients, self.is_filled = True, is_filled
+        self._prepare: Callable[[Runtime], None] | None = prepare
+        # Order of forwards: of the last pass, to prefetch by, and of the pass under way.
+        self._last_order: list[Unit] = self.units
+        self._order: list[Unit] = []
+        # Since the last backward: when each unit's first forward with gradients began, on a clock of their own.
+        self._begun: dict[Unit, int] = {}
+        self._clock = 0
+        self._backward_over = True
+        self._last_call: Unit | None = None
+        # During backward: units yet to be reduced, the next one last.
         self._in_backward = False
-        self._awaiting_gradients: set[Unit] = set()
-        self._reduced: set[Unit] = set()
+        self._to_reduce: list[Unit] = []
+        self._complete: set[Unit] = set()
+        self._passed: set[Unit] = set()
         self._reductions: list[Reduction] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Registers the hooks. The root's own tells one forward of the whole model from the next."""
+        model.register_forward_pre_hook(_untraced(lambda *_: self._begin_order()))
         for unit in self.units:
-            self._attach(unit)
+            for boundary in unit.boundaries:
+                self._attach(unit, boundary)
 
-    def _attach(self, unit: Unit) -> None:
-        unit.on_gradient(self._reduce)
-        before_backward = _untraced(lambda _grad: self._before_backward(unit))
-        unit.boundary.register_forward_pre_hook(_untraced(lambda *_: self._before_forward(unit)))
-        unit.boundary.register_forward_hook(
-            _untraced(lambda _module, _args, output: self._after_forward(unit, output, before_backward))
-        )
+    def _attach(self, unit: Unit, boundary: nn.Module) -> None:
+        began = 0
 
-    def _before_forward(self, unit: Unit) -> None:
-        if not in_backward() and self._in_backward:
+        def before(*_: Any) -> None:
+            nonlocal began
+            began = self._before_forward(unit)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._after_forward(unit, began, output)
+
+        boundary.register_forward_pre_hook(_untraced(before))
+        boundary.register_forward_hook(_untraced(after))
+
+    def _begin_order(self) -> None:
+        if not in_backward() and self._order:
+            self._last_order, self._order = self._order, []
+
+    def _before_forward(self, unit: Unit) -> int:
+        """Returns when this forward began."""
+        if self._prepare is not None:
+            self._prepare(self)
+            self._prepare = None
+            self.publish(wait=False)
+        recomputing = in_backward()
+        if self._in_backward and not recomputing:
             self._reset_after_failure()
+        if self._backward_over:
+            self._begun, self._clock, self._backward_over, self._last_call = {}, 0, False, None
+            if not recomputing:
+                self._begin_order()
         unit.wait_unshard()
-        if not self._in_backward:
-            self._prefetch(self._position[unit] + 1)
+        if not recomputing:
+            self._prefetch_next(unit)
+        self._clock += 1
+        return self._clock
 
-    def _after_forward(self, unit: Unit, output: Any, before_backward: Callable[[Tensor], None]) -> None:
+    def _prefetch_next(self, unit: Unit) -> None:
+        position = len(self._order)
+        self._order.append(unit)
+        expected = self._last_order[position : position + 2]
+        if len(expected) == 2 and expected[0] is unit:
+            expected[1].unshard()
+
+    def _after_forward(self, unit: Unit, began: int, output: Any) -> None:
         if self._in_backward:
             return  # recomputation: the unit's backward follows at once
+        found = False
         needs_backward = False
         if torch.is_grad_enabled():
+            self._clock += 1
+            call = Call(unit, began, self._clock, self._last_call)
+            hook = _untraced(lambda _grad: self._before_backward(call))
             for tensor in _tensors(output):
+                found = True
                 if tensor.requires_grad:
                     needs_backward = True
-                    tensor.register_hook(before_backward)
-        if self.reshard_after_forward or not needs_backward:
+                    tensor.register_hook(hook)
+            if not found:
+                _refuse(unit, output)
+            if needs_backward:
+                self._begun.setdefault(unit, began)
+                self._last_call = unit
+        # What backward recomputes it uses at once.
+        if not in_backward() and (self.reshard_after_forward or not needs_backward):
             unit.reshard()
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, call: Call) -> None:
         self._enter_backward()
-        if unit not in self._reduced:
-            self._awaiting_gradients.add(unit)
-            unit.wait_unshard()
-            self._prefetch(self._position[unit] - 1)
+        self._advance(call.end)
+        if call.unit not in self._passed:
+            call.unit.wait_unshard()
+            # A unit whose backward is over must not be filled again: nobody would free it.
+            if call.previous is not None and call.previous not in self._passed:
+                call.previous.unshard()
 
     def _enter_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            queue_backward_callback(self._after_backward)
+        if self._in_backward:
+            return
+        self._in_backward = True
+        queue_backward_callback(self._after_backward)
+        self._to_reduce = sorted(self._begun, key=self._begun.__getitem__)
+        # What earlier backward passes kept must not be left behind by a unit that this pass does not use.
+        unused = [unit for unit in self.units if unit.owes_reduction and unit not in self._begun]
+        if self.sync_gradients:
+            self._to_reduce = unused + self._to_reduce
 
-    def _prefetch(self, position: int) -> None:
-        # A unit whose backward is over must not be filled again: nobody would free it.
-        if 0 <= position < len(self.units) and self.units[position] not in self._reduced:
-            self.units[position].unshard()
-
-    def _reduce(self, unit: Unit) -> None:
+    def on_complete(self, unit: Unit) -> None:
+        """Every parameter of the unit has its gradient of the backward under way."""
         self._enter_backward()
-        for reduction in self._reductions:
-            reduction.reduce_between_rows()
-        while len(self._reductions) > 1:
-            self._reductions.pop(0).finish()
-        self._reductions.append(unit.reduce())
-        self._reduced.add(unit)
+        self._complete.add(unit)
+        if unit not in self._begun and not unit.owes_reduction:
+            self._pass(unit)  # its forward ran inside this backward, by reentrant recomputation
+        self._advance(None)
+
+    def _advance(self, now: int | None) -> None:
+        """Reduces, latest first, the units that are complete or whose first forward began after time `now`, which
+        backward, going through the graph from its end, has left behind."""
+        while self._to_reduce:
+            unit = self._to_reduce[-1]
+            behind = now is not None and self._begun.get(unit, -1) > now
+            if not (behind or unit in self._complete):
+                return
+            self._to_reduce.pop()
+            self._pass(unit)
+
+    def _pass(self, unit: Unit) -> None:
+        """The unit's backward is over: reduces its gradients, or keeps them, and frees its weights."""
+        if unit in self._passed:
+            return
+        self._passed.add(unit)
+        if unit.is_trainable and self.sync_gradients:
+            while len(self._reductions) > 1:
+                self._reductions.pop(0).finish()
+            self._reductions.append(unit.reduce())
+        elif unit.is_trainable:
+            unit.keep_gradients()
         unit.reshard()
 
     def _after_backward(self) -> None:
+        while self._to_reduce:
+            self._pass(self._to_reduce.pop())
         for unit in reversed(self.units):
-            used = unit in self._awaiting_gradients or unit.has_gradients
-            if unit not in self._reduced and used and unit.trainable:
-                self._reduce(unit)
+            if unit.has_gradients:
+                self._pass(unit)
         for reduction in self._reductions:
             reduction.finish()
-        self._end_pass()
+        self._end_backward()
 
     def _reset_after_failure(self) -> None:
         """An exception inside backward leaves autograd's callbacks uncalled: drop what that pass left behind."""
@@ -104,14 +214,24 @@ class Runtime:
             reduction.wait()
         for unit in self.units:
             unit.discard_gradients()
-        self._end_pass()
+        self._end_backward()
 
-    def _end_pass(self) -> None:
-        self._in_backward = False
-        self._reductions = []
-        self._awaiting_gradients.clear()
-        self._reduced.clear()
+    def _end_backward(self) -> None:
+        self._in_backward, self._backward_over = False, True
+        self._reductions, self._to_reduce = [], []
+        self._complete.clear()
+        self._passed.clear()
         self.reshard()
+
+    @property
+    def has_unreduced_gradients(self) -> bool:
+        """Gradients were kept by `no_sync` and no backward has reduced them since."""
+        return any(unit.owes_reduction for unit in self.units)
+
+    def discard_accumulated(self) -> None:
+        """Drops gradients that `no_sync` has kept."""
+        for unit in self.units:
+            unit.discard_accumulated()
 
     def reshard(self) -> None:
         """Brings every unit back to its masters."""
@@ -120,8 +240,11 @@ class Runtime:
 
     def publish(self, *, wait: bool) -> None:
         """After masters changed: renews the compute copies and sends them along the owner columns, in forward order."""
+        self.is_filled = True
+        if self._prepare is not None:
+            return  # there are no copies yet
         self.reshard()
-        for unit in self.units:
+        for unit in dict.fromkeys([*self._last_order, *self.units]):
             for section in unit.sections:
                 section.refresh_compute()
                 section.publish()
@@ -129,6 +252,8 @@ class Runtime:
             self.wait_publish()
 
     def wait_publish(self) -> None:
+        """Afterwards no collective reads or writes any weights."""
+        self.reshard()
         for unit in self.units:
             for section in unit.sections:
                 section.wait_publish()
@@ -137,6 +262,7 @@ class Runtime:
 def attach_runtime(model: nn.Module, runtime: Runtime) -> None:
     # Past nn.Module.__setattr__, which would register the boundaries' modules a second time.
     model.__dict__[_ATTRIBUTE] = runtime
+    runtime.attach(model)
 
 
 def find_runtime(model: nn.Module) -> Runtime | None:
@@ -155,6 +281,14 @@ def reshard(model: nn.Module) -> None:
         runtime.reshard()
 
 
+def _refuse(unit: Unit, output: Any) -> None:
+    if unit.is_trainable:
+        raise TypeError(
+            f"hook boundary {unit.name} returned {type(output).__name__}, in which no tensor was found, so its weights "
+            "could not be filled again for backward: return tensors, or a sequence, mapping or dataclass of them"
+        )
+
+
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Hooks stay outside a compiled region: a person may compile the whole block, hooks included."""
     return torch.compiler.disable(function)
@@ -170,3 +304,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dmuon.dedicate import clean_name
 from dmuon.hooks import find_runtime
+from dmuon.selection import clean_name
 from dmuon.torch_internals import local_shard
 
 RowInit = Callable[[str, torch.Size, int, int], Tensor]

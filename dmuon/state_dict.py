@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmuon.dedicate import clean_name
 from dmuon.hooks import find_runtime, reshard
 from dmuon.muon import local
+from dmuon.selection import clean_name
 
 MODEL, OPTIMIZER, STATE, PARAM_GROUPS = "model", "optimizer", "state", "param_groups"
 

@@ -92,6 +92,11 @@ def _without_dedicated(collect: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def mixed_precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
+    """What was passed to `fully_shard` as `mp_policy`."""
+    return module._get_fsdp_state()._mp_policy
+
+
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """After how long a collective of this group counts as stuck."""
     return group._get_backend(torch.device(device_type)).options._timeout

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.assignment import Owner
-from dmuon.collectives import DataParallelAxes, Wait
+from dmuon.collectives import DataParallelAxes, Wait, nothing
 from dmuon.parameter import DedicatedParameter
 
 # Starts of parameters in a buffer, in elements: 16 bytes in half precision, what matrix kernels and TMA ask for.
@@ -34,37 +34,41 @@ class Section:
         is_owner: this rank holds the masters. in_column: this rank is the owner or the owner's counterpart in another
             replicate row; it keeps a compute copy between steps and is the root of its row's broadcasts.
         masters: flat float32 storage of the masters, on the owner alone.
-        compute: flat buffer in `param_dtype`. Persistent in the column, without storage elsewhere unless unsharded.
+        compute: flat buffer in `param_dtype`, from `build_compute` on. Persistent in the column, without storage
+            elsewhere unless unsharded.
     """
 
+    compute: Tensor
+
     def __init__(
-        self,
-        owner: Owner,
-        params: Sequence[DedicatedParameter],
-        axes: DataParallelAxes,
-        device: torch.device,
-        param_dtype: torch.dtype,
+        self, owner: Owner, params: Sequence[DedicatedParameter], axes: DataParallelAxes, device: torch.device
     ) -> None:
-        self.owner, self.params, self.axes = owner, list(params), axes
+        self.owner, self.params, self.axes, self.device = owner, list(params), axes, device
         self.in_column = axes.shard.index == owner.shard
         self.is_owner = self.in_column and axes.replicate.index == owner.replicate
         self.numel = 0
         for param in self.params:
             param.offset = self.numel
-            self.numel += math.ceil(param.numel / ALIGNMENT) * ALIGNMENT
+            self.numel += _aligned(param.numel)
+        self.has_gaps = self.numel > sum(param.numel for param in self.params)
         self.masters: Tensor | None = None
         if self.is_owner:
             self.masters = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        for param in self.params:
+            param.set_master(None if self.masters is None else param.view(self.masters))
+        self._storage_bytes = 0
+        self._publish: Wait | None = None
+
+    def build_compute(self, param_dtype: torch.dtype) -> None:
+        """Makes the compute copy and its leaves; called once, before the first forward."""
         if self.masters is not None and param_dtype == torch.float32:
             self.compute = self.masters
         else:
-            self.compute = torch.zeros(self.numel, dtype=param_dtype, device=device)
+            self.compute = torch.zeros(self.numel, dtype=param_dtype, device=self.device)
         for param in self.params:
-            param.set_master(None if self.masters is None else param.view(self.masters))
             # .data: a version counter of its own, so that a refill before backward passes autograd's check.
             param.compute = nn.Parameter(param.view(self.compute.data))
         self._storage_bytes = self.compute.untyped_storage().nbytes()
-        self._publish: Wait | None = None
         self.free()
 
     def allocate(self) -> None:
@@ -76,9 +80,17 @@ class Section:
             self.compute.untyped_storage().resize_(0)
 
     def unshard(self) -> Wait:
-        self.wait_publish()
+        """Starts filling `compute`. In the column it waits for what was published first, without holding up compute."""
         self.allocate()
-        return self.axes.shard.broadcast(self.compute.data, self.owner.shard)
+        publish, self._publish = self._publish or nothing, None
+
+        def broadcast() -> Wait:
+            publish()
+            return self.axes.shard.broadcast(self.compute.data, self.owner.shard)
+
+        if self.axes.unshard_lane is not None:
+            return self.axes.unshard_lane.run(broadcast)
+        return publish if self.axes.shard.size == 1 else broadcast()
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
@@ -88,7 +100,7 @@ class Section:
 
     def publish(self) -> None:
         """Starts sending the owner's compute copy along the owner column."""
-        if self.in_column:
+        if self.in_column and self.axes.replicate.size > 1:
             self._publish = self.axes.replicate.broadcast(self.compute.data, self.owner.replicate)
 
     def wait_publish(self) -> None:
@@ -98,38 +110,53 @@ class Section:
 
 
 class Reduction:
-    """The gradients of one unit on their way to the owners: first over shard, then along each owner's column."""
+    """The gradients of one unit on their way to the owners: first over shard, then along each owner's column.
+
+    Behind the gradients travels one element a parameter that says whether any rank used it.
+    """
 
     def __init__(self, unit: Unit, grads: dict[DedicatedParameter, Tensor]) -> None:
-        self._unit = unit
+        self._unit, self._used = unit, grads.keys()
         self._buffers: list[Tensor] = []
         self._waits: list[Wait] = []
+        # Kept until the end: what the first stage gathers is read on another stream or thread.
+        self._first_stages: list[Wait] = []
         for section in unit.sections:
-            buffer = torch.zeros(section.numel, dtype=unit.reduce_dtype, device=section.compute.device)
-            for param in section.params:
-                if param in grads:
-                    param.view(buffer).copy_(grads[param])
+            buffer = self._filled(section, grads)
             self._buffers.append(buffer)
-            self._waits.append(section.axes.shard.reduce(buffer, section.owner.shard))
-        self._between_rows = False
+            self._waits.append(self._start(section, buffer))
 
-    def reduce_between_rows(self) -> None:
-        """Second stage; its input is the result of the first, so the first is waited for here."""
-        if self._between_rows:
-            return
-        self._between_rows = True
-        for wait in self._waits:
-            wait()
-        self._waits = []
-        for index, section in enumerate(self._unit.sections):
-            if section.in_column:
-                self._waits.append(section.axes.replicate.reduce(self._buffers[index], section.owner.replicate))
-            else:
-                self._buffers[index] = self._buffers[index].new_empty(0)
+    def _filled(self, section: Section, grads: dict[DedicatedParameter, Tensor]) -> Tensor:
+        present = [param for param in section.params if param in grads]
+        complete = len(present) == len(section.params) and not section.has_gaps
+        make = torch.empty if complete else torch.zeros
+        flags = _aligned(len(section.params)) if section.axes.world_size > 1 else 0
+        buffer = make(section.numel + flags, dtype=self._unit.reduce_dtype, device=section.device)
+        for param in present:
+            param.view(buffer).copy_(grads[param])
+        if flags and len(present) == len(section.params):
+            buffer[section.numel :].fill_(1)
+        elif flags:
+            used = [float(param in grads) for param in section.params] + [0.0] * (flags - len(section.params))
+            buffer[section.numel :].copy_(torch.tensor(used))
+        return buffer
+
+    def _start(self, section: Section, buffer: Tensor) -> Wait:
+        over_shard = section.axes.shard.reduce(buffer, section.owner.shard)
+        self._first_stages.append(over_shard)
+
+        def along_column() -> Wait:
+            over_shard()
+            if not section.in_column:
+                return nothing
+            return section.axes.replicate.reduce(buffer, section.owner.replicate)
+
+        if section.axes.reduce_lane is not None:
+            return section.axes.reduce_lane.run(along_column)
+        return over_shard if section.axes.replicate.size == 1 else along_column()
 
     def wait(self) -> None:
         """Both stages are over and the buffers are nobody else's; on an owner they hold the sum."""
-        self.reduce_between_rows()
         for wait in self._waits:
             wait()
         self._waits = []
@@ -141,45 +168,60 @@ class Reduction:
         for section, buffer in zip(self._unit.sections, self._buffers, strict=True):
             if not section.is_owner:
                 continue
+            # An owner that has used a parameter itself need not read the flag, which would make the host wait.
+            flags = buffer[section.numel :]
+            used = [p in self._used or (flags.numel() and flags[i].item() > 0) for i, p in enumerate(section.params)]
             mean = buffer.div_(section.axes.world_size).float()
-            for param in section.params:
-                if not param.master.requires_grad:
+            for param, is_used in zip(section.params, used, strict=True):
+                if not (is_used and param.master.requires_grad):
                     continue
                 grad = param.view(mean)
                 if param.master.grad is None:
                     param.master.grad = grad
                 else:
                     param.master.grad.add_(grad)
-        self._buffers = []
+        self._buffers, self._first_stages = [], []
 
 
 class Unit:
-    """Moves between SHARDED (masters registered) and UNSHARDED (compute parameters registered)."""
+    """Moves between SHARDED (masters registered) and UNSHARDED (compute parameters registered).
+
+    Attributes:
+        boundaries: the modules around whose forward the unit is unsharded; several where a tied matrix has several.
+        owes_reduction: a backward pass without synchronisation left gradients to be reduced on some rank.
+    """
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
 
     def __init__(
         self,
         name: str,
-        boundary: nn.Module,
+        boundaries: Sequence[nn.Module],
         params: Sequence[DedicatedParameter],
         axes: DataParallelAxes,
         device: torch.device,
-        param_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
     ) -> None:
-        self.name, self.boundary, self.params = name, boundary, list(params)
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.name, self.boundaries, self.params = name, list(boundaries), list(params)
         owners = sorted({param.owner for param in params})
-        self.sections = [
-            Section(owner, [p for p in params if p.owner == owner], axes, device, param_dtype) for owner in owners
-        ]
+        self.sections = [Section(owner, [p for p in params if p.owner == owner], axes, device) for owner in owners]
         self.state = UnitState.SHARDED
+        self.owes_reduction = False
+        self._num_trainable = len(self.params)
         self._waits: list[Wait] = []
         self._grads: dict[DedicatedParameter, Tensor] = {}
+        self._accumulated: dict[DedicatedParameter, Tensor] = {}
         for param in self.params:
             param.register(param.master)
 
-    def on_gradient(self, complete: Callable[[Unit], None]) -> None:
-        """Calls `complete(self)` when every parameter of the unit has its gradient of this backward pass."""
+    def build_compute(
+        self, param_dtype: torch.dtype, reduce_dtype: torch.dtype, complete: Callable[[Unit], None]
+    ) -> None:
+        """Makes the compute copies. `complete(self)` is called when every parameter has its gradient of a backward."""
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        for section in self.sections:
+            section.build_compute(param_dtype)
+            section.refresh_compute()
 
         def hook_of(param: DedicatedParameter) -> Callable[[Tensor], None]:
             def take(compute: Tensor) -> None:
@@ -187,7 +229,7 @@ class Unit:
                 self._grads[param] = compute.grad
                 # Taken here, before anything can clear it: the reduction is the gradient's only reader.
                 compute.grad = None
-                if len(self._grads) == len(self.trainable):
+                if len(self._grads) == self._num_trainable:
                     complete(self)
 
             return take
@@ -206,9 +248,12 @@ class Unit:
         self.unshard()
         if self.state is UnitState.UNSHARDING:
             self._finish_broadcasts()
+            self._num_trainable = 0
             for param in self.params:
                 # A person freezes what the module shows outside of forward.
-                param.compute.requires_grad_(param.master.requires_grad)
+                if param.compute.requires_grad != param.master.requires_grad:
+                    param.compute.requires_grad_(param.master.requires_grad)
+                self._num_trainable += param.master.requires_grad
                 param.register(param.compute)
             self.state = UnitState.UNSHARDED
 
@@ -230,17 +275,39 @@ class Unit:
         self._waits = []
 
     @property
-    def trainable(self) -> list[DedicatedParameter]:
-        return [param for param in self.params if param.master.requires_grad]
+    def is_trainable(self) -> bool:
+        return any(param.master.requires_grad for param in self.params)
 
     @property
     def has_gradients(self) -> bool:
         return bool(self._grads)
 
     def reduce(self) -> Reduction:
-        """Hands the gradients over to their reduction; those that this backward pass did not produce count as zero."""
+        """Hands over the gradients of this backward pass and those kept before; what no rank used stays without."""
         grads, self._grads = self._grads, {}
-        return Reduction(self, grads)
+        kept, self._accumulated, self.owes_reduction = self._accumulated, {}, False
+        for param, grad in grads.items():
+            kept[param] = kept[param].add_(grad) if param in kept else grad
+        return Reduction(self, kept)
+
+    @torch.no_grad()
+    def keep_gradients(self) -> None:
+        """Adds the gradients of this backward pass to those of earlier ones, on this rank alone, in `reduce_dtype`."""
+        grads, self._grads, self.owes_reduction = self._grads, {}, True
+        for param, grad in grads.items():
+            if param in self._accumulated:
+                self._accumulated[param].add_(grad)
+            else:
+                self._accumulated[param] = grad.to(self.reduce_dtype)
 
     def discard_gradients(self) -> None:
+        """Drops what the backward pass under way has brought."""
         self._grads = {}
+
+    def discard_accumulated(self) -> None:
+        """Drops what backward passes without synchronisation have left."""
+        self._accumulated, self.owes_reduction = {}, False
+
+
+def _aligned(numel: int) -> int:
+    return math.ceil(numel / ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,71 @@
+"""What `dedicate_params` decided, for people to read and for programs to ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmuon.assignment import Assignment, Owner
+
+# Float32 master weights and momentum.
+OWNED_BYTES_PER_ELEMENT = 8
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One dedicated parameter in a plan.
+
+    Attributes:
+        shape: the logical shape. split: rows of each fused matrix, empty if it is one matrix or a stack.
+        unit: name of the hook boundary; several, joined by " + ", for a tied parameter.
+        flops: of its Newton-Schulz iteration, once a step.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    unit: str
+    owner: Owner
+    flops: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who owns what. `str(plan)` is a table for people.
+
+    Attributes:
+        entries: the dedicated parameters, in the model's order.
+        symmetric: names and shapes of all others; FSDP2 shards them and AdamW updates those that are trainable.
+    """
+
+    entries: tuple[PlanEntry, ...]
+    symmetric: dict[str, tuple[int, ...]]
+    assignment: Assignment
+
+    def __str__(self) -> str:
+        rows = [("parameter", "role", "shape", "owner", "unit", "GFLOP a step")]
+        for entry in self.entries:
+            shape = " x ".join(map(str, entry.shape)) + (f" as {entry.split}" if entry.split else "")
+            rows.append((entry.name, "dedicated", shape, _place(entry.owner), entry.unit, f"{entry.flops / 1e9:.1f}"))
+        for name, dims in self.symmetric.items():
+            rows.append((name, "symmetric", " x ".join(map(str, dims)), "", "", ""))
+        loads = [("owner", "GFLOP a step", "masters and momentum")]
+        for slot, flops in self.assignment.flops.items():
+            num_bytes = OWNED_BYTES_PER_ELEMENT * self.assignment.numel[slot]
+            loads.append((_place(slot), f"{flops / 1e9:.1f}", f"{num_bytes / 2**20:.1f} MiB"))
+        return "\n".join(
+            [
+                *_aligned(rows),
+                "",
+                *_aligned(loads),
+                f"longest load: {self.assignment.imbalance:.3f} of the least possible",
+            ]
+        )
+
+
+def _place(owner: Owner) -> str:
+    return f"({owner.replicate}, {owner.shard})"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
