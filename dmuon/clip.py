@@ -1,58 +1,169 @@
-"""One gradient norm over the whole model, whatever holds each gradient, and clipping by it."""
+"""One gradient norm over the whole model, whatever holds each gradient, and clipping by it.
+
+Shape legend: R rows of a parameter's dim 0, K elements of a row.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dmuon.determinism import ReplicateRows, is_deterministic, replicate_rows
 from dmuon.hooks import find_runtime, reshard
 from dmuon.muon import local
-from dmuon.torch_internals import foreach_mul_, foreach_norm, is_dedicated
+from dmuon.torch_internals import foreach_mul_, foreach_norm, is_dedicated, local_shard
+
+POLICIES = ("all", "symmetric", "none")
+
+# Bounds the float64 workspace of the sum by rows: elements at a time, 32 MiB of them.
+_MAX_CHUNK_NUMEL = 1 << 22
+# Longer rows are summed in blocks of this many columns. A constant, for it decides the bits.
+_BLOCK_COLUMNS = 1 << 16
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scales all gradients so that their joint 2-norm is at most `max_norm`.
+def clip_grad_norm_(model: nn.Module, max_norm: float | None, policy: str = "all") -> Tensor:
+    """Measures the joint 2-norm of all gradients and scales them so that it is at most `max_norm`.
 
     Dedicated gradients count once, at their owner; shards once each; a replicated gradient once. One all-reduce.
-    Works on plain FSDP2 models as well.
+    Works on plain FSDP2 models as well. After `set_deterministic` the norm's bits are the same on every mesh.
 
     Args:
         model: after backward.
         max_norm: None leaves the gradients as they are.
+        policy: whose gradients are scaled; the norm is that of all in any case. "all"; "symmetric": only what AdamW
+            updates, for the size of Muon's update does not depend on that of its gradients; "none": measure only.
 
     Returns:
         The norm before scaling: 0-dim float32, equal on all ranks. If it is not finite nothing was scaled.
+
+    Raises:
+        ValueError: no such policy; or, after `set_deterministic`, a parameter sharded along another dim than 0.
     """
+    if policy not in POLICIES:
+        raise ValueError(f"policy = {policy!r}: must be one of {', '.join(POLICIES)}")
     reshard(model)
-    params = [param for param in model.parameters() if param.grad is not None and param.device.type != "meta"]
-    grads = [local(param.grad) for param in params if param.grad is not None]
-    grads = [grad for grad in grads if grad.numel() > 0]
-    counted = [local(p.grad) for p in params if p.grad is not None and _counts_here(p, p.grad)]
-    counted = [grad for grad in counted if grad.numel() > 0]
     device = next((param.device for param in model.parameters() if param.device.type != "meta"), torch.device("cpu"))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
-        total += torch.stack(foreach_norm(counted)).square().sum()
+    counted = _Counted(model)
+    squares = _squares_of_rows(model, counted, device) if is_deterministic(model) else _square(model, counted, device)
     if _world_size(model) > 1:
-        dist.all_reduce(total)
-    norm = total.sqrt()
-    if max_norm is not None and grads:
+        dist.all_reduce(squares)
+    norm = _sum_by_tree(squares).sqrt()
+    scaled = [param for param in _with_gradients(model) if policy == "all" or not is_dedicated(param)]
+    grads = [grad for param in scaled if (grad := local(_grad(param))).numel() > 0]
+    if max_norm is not None and policy != "none" and grads:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         # Selected on the device: reading the norm here would make the host wait.
         foreach_mul_(grads, torch.where(norm.isfinite(), scale, 1.0).float())
     return norm.float()
 
 
-def _counts_here(param: nn.Parameter, grad: Tensor) -> bool:
-    """Of the ranks that hold the same values, the first along each replicated axis counts them."""
-    if not isinstance(grad, DTensor):
-        return is_dedicated(param) or not dist.is_initialized() or dist.get_rank() == 0
-    coordinate = grad.device_mesh.get_coordinate()
+class _Counted:
+    """Which of the ranks that hold the same values counts them: the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rows = replicate_rows(model)
+        self._is_first: dict[tuple[int, tuple[object, ...]], bool] = {}
+
+    def here(self, param: nn.Parameter) -> bool:
+        if not isinstance(param, DTensor):
+            return is_dedicated(param) or not dist.is_initialized() or dist.get_rank() == 0
+        key = (id(param.device_mesh), param.placements)
+        if key not in self._is_first:
+            self._is_first[key] = _is_first(param, self._rows)
+        return self._is_first[key]
+
+
+def _is_first(param: DTensor, rows: ReplicateRows | None) -> bool:
+    coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None
-    return all(index == 0 for index, place in zip(coordinate, grad.placements, strict=True) if place == Replicate())
+    first = all(index == 0 for index, place in zip(coordinate, param.placements, strict=True) if place == Replicate())
+    # FSDP2 on the shard axis alone: its mesh doesn't know that other rows hold the same.
+    if rows is not None and not set(rows.ranks) <= set(param.device_mesh.mesh.flatten().tolist()):
+        return first and rows.index == 0
+    return first
+
+
+def _square(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor:
+    """This rank's part of the squared norm: [1] float64, summed in the device's own order."""
+    grads = [local(_grad(param)) for param in _with_gradients(model) if counted.here(param)]
+    norms = foreach_norm([grad for grad in grads if grad.numel() > 0])
+    return torch.stack(norms).square().sum(0, keepdim=True) if norms else torch.zeros(1, dtype=torch.float64).to(device)
+
+
+def _squares_of_rows(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor:
+    """This rank's part of the squared norm of each row of each parameter, one float64 each, zeros elsewhere.
+
+    FSDP2 cuts dim 0 only, so that a row is whole somewhere on every mesh; a dedicated parameter is whole, and takes
+    one place. Adding zeros is exact in any order: after an all-reduce all ranks hold the same vector on every mesh.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    places = {param: 1 if is_dedicated(param) or param.ndim == 0 else param.shape[0] for param in names}
+    squares = torch.zeros(max(1, sum(places.values())), dtype=torch.float64, device=device)
+    begin = 0
+    for param, num_places in places.items():
+        place = squares[begin : begin + num_places]
+        begin += num_places
+        first_row = 0
+        if isinstance(param, DTensor):
+            _check_rows_are_whole(names[param], param)
+            first_row = local_shard(param)[1][0]
+        if param.grad is None or param.device.type == "meta" or not counted.here(param):
+            continue
+        grad = local(param.grad)
+        if grad.numel() == 0:
+            continue
+        rows = squares_of_rows(grad)
+        if num_places == 1:
+            place.copy_(_sum_by_tree(rows))
+        else:
+            place[first_row : first_row + len(rows)] = rows
+    return squares
+
+
+def squares_of_rows(tensor: Tensor) -> Tensor:
+    """Sum of squares of each row of dim 0: [R] float64.
+
+    The bits of a row depend on its elements alone: neither on how many rows there are nor on the device, since every
+    operation is elementwise.
+    """
+    values_RK = tensor.reshape(1, 1) if tensor.ndim == 0 else tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    num_rows = max(1, _MAX_CHUNK_NUMEL // min(values_RK.shape[1], _BLOCK_COLUMNS))
+    return torch.cat([_squares_of_chunk(chunk_RK) for chunk_RK in values_RK.split(num_rows)])
+
+
+def _squares_of_chunk(values_RK: Tensor) -> Tensor:
+    blocks = [_sum_by_tree(block_RK.double().square_()) for block_RK in values_RK.split(_BLOCK_COLUMNS, dim=1)]
+    return _sum_by_tree(torch.stack(blocks, dim=1))
+
+
+def _sum_by_tree(values: Tensor) -> Tensor:
+    """Sums the last dim by halves, an odd last element carried on; the order depends on the dim's size alone."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        folded = values[..., :half] + values[..., half : 2 * half]
+        values = torch.cat([folded, values[..., 2 * half :]], dim=-1) if values.shape[-1] % 2 else folded
+    return values[..., 0]
+
+
+def _check_rows_are_whole(name: str, param: DTensor) -> None:
+    for place in param.placements:
+        if place not in (Replicate(), Shard(0)):
+            raise ValueError(
+                f"{name} is placed as {place}: a norm with the same bits on every mesh needs parameters that are cut "
+                "along dim 0 only; leave out shard_placement_fn, or set_deterministic"
+            )
+
+
+def _with_gradients(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.grad is not None and param.device.type != "meta"]
+
+
+def _grad(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    return param.grad
 
 
 def _world_size(model: nn.Module) -> int:
@@ -61,4 +172,7 @@ def _world_size(model: nn.Module) -> int:
     if runtime is not None:
         return runtime.axes.world_size
     sharded = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
-    return 1 if sharded is None else sharded.device_mesh.size()
+    if sharded is None:
+        return 1
+    rows = replicate_rows(model)
+    return sharded.device_mesh.size() * (1 if rows is None else len(rows.ranks))

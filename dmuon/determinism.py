@@ -27,7 +27,7 @@ _enabled = False
 
 @dataclass
 class ReplicateRows:
-    """The replicate axis of a model whose parameters FSDP2 shards over the shard axis alone.
+    """The replicate axis as this rank sees it.
 
     Attributes:
         ranks: one in each row, this rank among them, at `index`.
@@ -43,11 +43,15 @@ class ReplicateRows:
 class _FixedTree:
     """What a model carries once it was asked for.
 
-    enabled: False once it was switched off again. undo: how FSDP2 reduced before, by `GradientReduction.key`.
+    Attributes:
+        enabled: False once it was switched off again.
+        sums_rows: some module is sharded over the shard axis alone, and only its hook sums the replicate rows.
+        undo: what puts back FSDP2's own reduction, by `GradientReduction.key`.
     """
 
     rows: ReplicateRows
     enabled: bool = True
+    sums_rows: bool = False
     undo: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
@@ -82,7 +86,7 @@ def set_deterministic(
     elif enabled:
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError("set_deterministic: this model is not sharded yet; call it after fully_shard")
-        apply_fixed_tree(model, _rows(model, replicate_mesh))
+        apply_fixed_tree(model, _replicate_axis(model, replicate_mesh))
         runtime = find_runtime(model)
         if runtime is not None:
             runtime.axes.use_fixed_tree()
@@ -97,13 +101,15 @@ def is_deterministic(model: nn.Module | None = None) -> bool:
 
 
 def replicate_rows(model: nn.Module) -> ReplicateRows | None:
-    """The replicate axis of a model without dedicated parameters, where `set_deterministic` was told of one."""
-    tree = _find(model)
+    """The replicate axis of a model that `set_deterministic` was told it has, or that has dedicated parameters."""
+    runtime, tree = find_runtime(model), _find(model)
+    if runtime is not None:
+        return ReplicateRows(runtime.axes.replicate.ranks, runtime.axes.replicate.index)
     return None if tree is None else tree.rows
 
 
 def apply_fixed_tree(model: nn.Module, replicate: Axis | ReplicateRows) -> None:
-    """Makes FSDP2 reduce by the tree in every module of `model` that it doesn't in already.
+    """Makes FSDP2 reduce by the tree in every module of `model`.
 
     Args:
         model: after `fully_shard`.
@@ -113,20 +119,25 @@ def apply_fixed_tree(model: nn.Module, replicate: Axis | ReplicateRows) -> None:
     Raises:
         ValueError: as `set_deterministic`.
     """
+    rows = replicate if isinstance(replicate, ReplicateRows) else ReplicateRows(replicate.ranks, replicate.index)
     tree = _find(model)
-    if tree is None:
-        tree = _FixedTree(replicate if isinstance(replicate, ReplicateRows) else _rows_of(replicate))
+    if tree is None or not tree.undo:
+        tree = _FixedTree(rows)
+    elif list(tree.rows.ranks) != list(rows.ranks):
+        raise ValueError("set_deterministic was called on this model before, with another replicate_mesh")
     found: dict[int, tuple[FSDPModule, GradientReduction]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             reductions = gradient_reductions(module)
             if reductions and reductions[0].key not in tree.undo:
-                _check(name or "the model", reductions, len(tree.rows.ranks))
+                _check(name or "the model", reductions, len(rows.ranks))
                 found.setdefault(reductions[0].key, (module, reductions[0]))
     for key, (module, reduction) in found.items():
-        if reduction.replicate_degree == 1 and len(tree.rows.ranks) > 1 and tree.rows.group is None:
-            assert isinstance(replicate, Axis)
-            tree.rows.group = _new_group(replicate, reduction.device_type)
+        if reduction.replicate_degree == 1 and len(rows.ranks) > 1:
+            tree.sums_rows = True
+            if tree.rows.group is None:
+                assert isinstance(replicate, Axis)
+                tree.rows.group = _new_group(replicate, reduction.device_type)
         tree.undo[key] = _replace_reduction(module, reduction, tree.rows)
     tree.enabled = True
     model.__dict__[_ATTRIBUTE] = tree
@@ -136,21 +147,17 @@ def _find(model: nn.Module) -> _FixedTree | None:
     return model.__dict__.get(_ATTRIBUTE)
 
 
-def _rows(model: nn.Module, replicate_mesh: DeviceMesh | None) -> Axis | ReplicateRows:
+def _replicate_axis(model: nn.Module, mesh: DeviceMesh | None) -> Axis | ReplicateRows:
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"replicate_mesh has {mesh.ndim} axes: pass one, such as mesh['replicate']")
+    ranks = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()
     runtime = find_runtime(model)
     if runtime is not None:
+        if mesh is not None and ranks != runtime.axes.replicate.ranks:
+            raise ValueError("replicate_mesh is not the one that dedicate_params was called with: leave it out")
         return runtime.axes.replicate
-    if replicate_mesh is None:
-        return ReplicateRows([dist.get_rank()], 0)
-    if replicate_mesh.ndim != 1:
-        raise ValueError(f"replicate_mesh has {replicate_mesh.ndim} axes: pass one, such as mesh['replicate']")
-    ranks = replicate_mesh.mesh.flatten().tolist()
     # FSDP2 on the shard axis alone leaves the mesh's own group unused.
-    return ReplicateRows(ranks, ranks.index(dist.get_rank()), replicate_mesh.get_group())
-
-
-def _rows_of(axis: Axis) -> ReplicateRows:
-    return ReplicateRows(axis.ranks, axis.index)
+    return ReplicateRows(ranks, ranks.index(dist.get_rank()), mesh.get_group() if mesh is not None else None)
 
 
 def _new_group(axis: Axis, device_type: str) -> dist.ProcessGroup:
@@ -162,17 +169,20 @@ def _new_group(axis: Axis, device_type: str) -> dist.ProcessGroup:
 
 
 def _check(name: str, reductions: Sequence[GradientReduction], num_rows: int) -> None:
-    remedy = 'shard it by fully_shard(..., mesh=mesh["shard"]), and dmuon sums over replicate'
+    remedy = (
+        'call fully_shard with mesh=mesh["shard"] instead, and dedicate_params, or for a model without dedicated '
+        'parameters set_deterministic, with replicate_mesh=mesh["replicate"]'
+    )
     degree = reductions[0].replicate_degree
     if len(reductions) > 1:
-        raise ValueError(f"{name} is sharded over several meshes by shard_placement_fn: no fixed tree is known for that")
+        raise ValueError(f"{name} is sharded over several meshes by shard_placement_fn: set_deterministic knows one")
     if degree > 2:
         raise ValueError(
             f"{name} is sharded on a (replicate {degree}, shard {reductions[0].shard_degree}) mesh, where FSDP2 sums "
             f"over replicate in an order of its own: {remedy}"
         )
     if degree > 1 and num_rows not in (1, degree):
-        raise ValueError(f"{name} is sharded over {degree} replicate rows of {num_rows}: {remedy}")
+        raise ValueError(f"{name} is sharded over {degree} replicate rows, the model has {num_rows}: {remedy}")
     if reductions[0].all_reduce_hook is not None:
         raise ValueError(f"{name} has an all-reduce hook of its own already: remove it, or leave out set_deterministic")
 
@@ -193,12 +203,6 @@ def _replace_reduction(module: FSDPModule, before: GradientReduction, rows: Repl
     module.set_force_sum_reduction_for_comms(True)
 
     def undo() -> None:
-        if num_rows > 1 and not native:
-            raise ValueError(
-                f"the fixed tree can't be switched off here: nothing else sums the {num_rows} replicate rows of a "
-                "model that is sharded over the shard axis alone, for FSDP2 all-reduces on a (replicate, shard) mesh "
-                "only; shard the model on that"
-            )
         nothing: Any = None
         factor: Any = before.divide_factor
         module.set_custom_reduce_scatter(before.reduce_scatter)
@@ -223,7 +227,8 @@ class _TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        assert op == dist.ReduceOp.SUM and not async_op
+        assert op == dist.ReduceOp.SUM
+        assert not async_op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(tree_sum(received.view(group.size(), -1).unbind()))
@@ -247,7 +252,12 @@ def _sum_rows_and_divide(rows: ReplicateRows | None, divisor: float) -> Callable
 def _switch_off(model: nn.Module) -> None:
     tree = _find(model)
     if tree is None:
-        tree = model.__dict__[_ATTRIBUTE] = _FixedTree(ReplicateRows([], 0))
+        tree = model.__dict__[_ATTRIBUTE] = _FixedTree(ReplicateRows([dist.get_rank()], 0))
+    if tree.sums_rows:
+        raise ValueError(
+            f"set_deterministic(False): nothing else would sum the {len(tree.rows.ranks)} replicate rows of this "
+            "model, for FSDP2 all-reduces on a (replicate, shard) mesh only, and it is sharded over the shard axis alone"
+        )
     for key in list(tree.undo):
         tree.undo[key]()
         del tree.undo[key]
