@@ -1,10 +1,13 @@
-"""The optimizer: Muon for dedicated parameters on their owners, AdamW for FSDP2's shards of all others."""
+"""The optimizer: Muon for dedicated parameters on their owners, AdamW for FSDP2's shards of all others.
+
+Shape legend: B matrices of M x N.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.hooks import find_runtime
-from dmuon.newton_schulz import BACKENDS, Coefficients, orthogonalize, resolve_dtype
-from dmuon.newton_schulz.coefficients import resolve
+from dmuon.newton_schulz import Coefficients, orthogonalize, resolve_dtype
+from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.torch_internals import foreach_lerp_
 
 MOMENTUM = "momentum_buffer"
@@ -26,8 +29,12 @@ _MAX_BATCH_NUMEL = 1 << 28
 class Muon(torch.optim.Optimizer):
     """Muon on dedicated parameters, AdamW on the rest. Arithmetic around Newton-Schulz is `torch.optim.Muon`'s.
 
-    `param_groups[0]` holds the dedicated parameters, `param_groups[1]` the symmetric ones, the same on every rank;
-    state tensors exist from construction on, and for dedicated parameters on their owners alone.
+    `param_groups` are the same on every rank: `param_groups[0]` holds the dedicated parameters, `param_groups[1]` the
+    symmetric ones, and the groups that were asked for follow, each of one kind, told by its key "kind". State tensors
+    exist from construction on, and for dedicated parameters on their owners alone.
+
+    As in torch, a parameter whose `.grad` is None is left alone, weight decay and momentum too, and `step` leaves
+    `.grad` as it was. Symmetric parameters that are frozen at construction are in no group.
 
     Args:
         model: after `dmuon.dedicate_params` and `fully_shard`, and after `dmuon.materialize` if it was on meta.
@@ -37,11 +44,16 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "match_rms_adamw" scales an m x n update by 0.2 sqrt(max(m, n)), so that one learning rate
             serves both kinds; "original" by sqrt(max(1, m / n)).
         ns_steps, ns_backend, ns_coefficients, ns_dtype: see `dmuon.newton_schulz`.
+        momentum_dtype: what momentum is kept in, None for float32. With bfloat16 it is computed in float32 still.
         adamw_betas, adamw_eps: AdamW's.
+        param_groups: options by name, [{"params": "*.experts.*", "lr": 1e-4}, ...]. "params" is an fnmatch pattern
+            over the model's parameter names, or a list of them; the first entry that matches a parameter takes it.
+            Muon's options are lr, momentum, nesterov, weight_decay, adjust_lr_fn and ns_*; AdamW's are lr, betas, eps
+            and weight_decay. An entry that matches parameters of both kinds makes two groups.
         replicate_async: under HSDP, let updated weights travel to the other rows while the next forward runs.
 
     Raises:
-        ValueError: `dedicate_params` was not called on the model, or an argument is out of range.
+        ValueError: `dedicate_params` or `materialize` was not called on the model, or an argument is out of range.
     """
 
     def __init__(
@@ -57,33 +69,18 @@ class Muon(torch.optim.Optimizer):
         ns_backend: str = "gram",
         ns_coefficients: Coefficients = "polar_express",
         ns_dtype: str = "auto",
+        momentum_dtype: torch.dtype | None = None,
         adamw_lr: float | None = None,
         adamw_weight_decay: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
         replicate_async: bool = True,
     ) -> None:
         runtime = find_runtime(model)
         if runtime is None:
             raise ValueError("this model has no dedicated parameters: call dmuon.dedicate_params(model, mesh) first")
-        self._runtime = runtime
-        self._replicate_async = replicate_async
-        _check(lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay, adamw_weight_decay=adamw_weight_decay)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum = {momentum}: must be in [0, 1)")
-        if adjust_lr_fn not in ("match_rms_adamw", "original"):
-            raise ValueError(f"adjust_lr_fn = {adjust_lr_fn!r}: must be match_rms_adamw or original")
-        if ns_backend not in BACKENDS:
-            raise ValueError(f"ns_backend = {ns_backend!r}: must be one of {', '.join(BACKENDS)}")
-        resolve(ns_coefficients, ns_steps)
-        resolve_dtype(ns_dtype, torch.device("cpu"))
-
-        by_master = {param.master: param for unit in runtime.units for param in unit.params}
-        dedicated = [param for param in model.parameters() if param in by_master]
-        symmetric = [param for param in model.parameters() if param.requires_grad and param not in by_master]
-        muon_group = {
-            "params": dedicated,
-            "kind": "muon",
+        muon_options: dict[str, Any] = {
             "lr": lr,
             "momentum": momentum,
             "nesterov": nesterov,
@@ -94,67 +91,155 @@ class Muon(torch.optim.Optimizer):
             "ns_coefficients": ns_coefficients,
             "ns_dtype": ns_dtype,
         }
-        adamw_group = {
-            "params": symmetric,
-            "kind": "adamw",
+        adamw_options: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "betas": adamw_betas,
             "eps": adamw_eps,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
         }
-        super().__init__([muon_group, adamw_group] if symmetric else [muon_group], {})
-        for param in dedicated:
-            if param.device.type != "meta":
-                self.state[param][MOMENTUM] = torch.zeros_like(param)
-        for param in symmetric:
-            if param.device.type == "meta":
-                raise ValueError("the model is still on the meta device: call dmuon.materialize before dmuon.Muon")
-            self.state[param] = init_adamw_state(param)
+        for key, value in muon_options.items():
+            check_option(key, value, key)
+        for key, value in adamw_options.items():
+            check_option(key, value, f"adamw_{key}")
+        check_momentum_dtype(momentum_dtype)
+
+        self._runtime = runtime
+        self._replicate_async = replicate_async
+        self._dedicated = {param.master: param for unit in runtime.units for param in unit.params}
+        named = named_parameters(model, self._dedicated)
+        if not runtime.is_filled or any(
+            member.kind == ADAMW and member.param.device.type == "meta" for member in named
+        ):
+            raise ValueError("the model is still on the meta device: call dmuon.materialize before dmuon.Muon")
+        groups = build_groups(named, {MUON: muon_options, ADAMW: adamw_options}, param_groups)
+        self._groups_are_final = False
+        super().__init__(groups, {})
+        self._groups_are_final = True
+        # Not through super: torch adds its defaults to every group. Schedules look here for what they can change.
+        self.defaults = muon_options
+        for member in named:
+            if member.kind == ADAMW:
+                self.state[member.param] = init_adamw_state(member.param)
+            elif member.param.device.type != "meta":
+                self.state[member.param][MOMENTUM] = torch.zeros_like(
+                    member.param, dtype=momentum_dtype or torch.float32
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates owned matrices and local shards, then starts publishing the new weights."""
+        """Updates owned matrices and local shards, then starts publishing the new weights.
+
+        Args:
+            closure: computes gradients and returns the loss; called first, on all ranks together.
+
+        Raises:
+            RuntimeError: a backward inside `dmuon.no_sync` was the last one. Nothing was updated.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._runtime.has_unreduced_gradients:
+            raise RuntimeError(
+                "gradients accumulated under dmuon.no_sync were never reduced: run the last micro-batch's backward "
+                "outside of it"
+            )
         self._runtime.wait_publish()
         for group in self.param_groups:
-            if group["kind"] == "muon":
+            if group["kind"] == MUON:
                 self._muon_step(group)
             else:
                 adamw_step(group, self.state)
         self._runtime.publish(wait=not self._replicate_async)
         return loss
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
-        params = [param for param in group["params"] if param.grad is not None]
-        grads = [param.grad for param in params]
-        buffers = [self.state[param][MOMENTUM] for param in params]
-        if not params:
-            return
-        foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        # The gradient is consumed here: with Nesterov it becomes the update in place.
-        updates = buffers
-        if group["nesterov"]:
-            foreach_lerp_(grads, buffers, group["momentum"])
-            updates = grads
-        dtype = resolve_dtype(group["ns_dtype"], params[0].device)
-        for batch in batches([update.shape for update in updates]):
-            # A stack of matrices is a batch already; its update is one row of matrices in the batch.
-            flat_BMN = torch.cat([_matrices(updates[i]) for i in batch])
-            orthogonal_BMN = orthogonalize(
-                flat_BMN,
-                num_steps=group["ns_steps"],
-                backend=group["ns_backend"],
-                coefficients=group["ns_coefficients"],
-                dtype=dtype,
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; drops what `dmuon.no_sync` has accumulated as well."""
+        super().zero_grad(set_to_none)
+        self._runtime.discard_accumulated()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported once constructed: which parameters there are, and who updates them, the model says.
+
+        Raises:
+            RuntimeError: always.
+        """
+        if self._groups_are_final:
+            raise RuntimeError(
+                "dmuon.Muon has all trainable parameters of its model from the start: give some of them options of "
+                'their own with dmuon.Muon(..., param_groups=[{"params": name pattern, "lr": ...}])'
             )
-            sizes = [_matrices(updates[i]).shape[0] for i in batch]
-            for index, update in zip(batch, orthogonal_BMN.split(sizes), strict=True):
-                scale = lr_scale(group["adjust_lr_fn"], params[index].shape)
-                params[index].mul_(1 - group["lr"] * group["weight_decay"])
-                params[index].add_(update.view(params[index].shape), alpha=-group["lr"] * scale)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, from what `state_dict` returned on this rank, but every state tensor keeps its dtype.
+
+        `dmuon.get_state_dict` with torch.distributed.checkpoint has no such limit: it loads on any mesh.
+
+        Raises:
+            ValueError: its groups are others, or it lacks state of a parameter that this rank holds.
+        """
+        held, groups = self.state, self.param_groups
+        super().load_state_dict(state_dict)
+        loaded, self.state = self.state, held
+        lacking = [p for p, slots in held.items() if slots.keys() - loaded.get(p, {}).keys()]
+        if lacking:
+            self.param_groups = groups
+            raise ValueError(
+                f"the state dict lacks state of {len(lacking)} parameters that this rank holds: optimizer.state_dict() "
+                "has what its own rank holds. dmuon.get_state_dict with torch.distributed.checkpoint loads on any mesh"
+            )
+        # Copied, for torch casts what it loads to the parameter's dtype, and shares what it need not cast.
+        for param, slots in held.items():
+            for slot, tensor in slots.items():
+                tensor.copy_(loaded[param][slot])
+
+    def _muon_step(self, group: dict[str, Any]) -> None:
+        pieces = [piece for param in group["params"] if _is_due(param) for piece in self._pieces(param)]
+        for batch in batches([piece.master.shape for piece in pieces]):
+            self._update([pieces[index] for index in batch], group)
+
+    def _pieces(self, param: nn.Parameter) -> Iterator[Piece]:
+        """A parameter's matrices, or stacks of them of which none is larger than a batch may be."""
+        assert param.grad is not None
+        matrices = self._dedicated[param].matrices
+        momentum = self.state[param][MOMENTUM]
+        for views in zip(matrices(param), matrices(param.grad), matrices(momentum), strict=True):
+            num_matrices = max(1, _MAX_BATCH_NUMEL // views[0][0].numel())
+            yield from map(Piece._make, zip(*(view.split(num_matrices) for view in views), strict=True))
+
+    def _update(self, batch: Sequence[Piece], group: dict[str, Any]) -> None:
+        """Momentum -> orthogonalise -> masters, for pieces of one shape."""
+        grads, buffers = [piece.grad for piece in batch], [piece.momentum for piece in batch]
+        momenta = buffers if buffers[0].dtype == torch.float32 else [buffer.float() for buffer in buffers]
+        foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        if momenta is not buffers:
+            for buffer, momentum in zip(buffers, momenta, strict=True):
+                buffer.copy_(momentum)
+        sizes = [len(grad) for grad in grads]
+        update_BMN = torch.cat(grads if group["nesterov"] else momenta)
+        if group["nesterov"]:
+            foreach_lerp_(list(update_BMN.split(sizes)), momenta, group["momentum"])
+        del momenta
+        orthogonal_BMN = orthogonalize(
+            update_BMN,
+            num_steps=group["ns_steps"],
+            backend=group["ns_backend"],
+            coefficients=group["ns_coefficients"],
+            dtype=resolve_dtype(group["ns_dtype"], update_BMN.device),
+        )
+        scale = lr_scale(group["adjust_lr_fn"], update_BMN.shape)
+        for piece, orthogonal in zip(batch, orthogonal_BMN.split(sizes), strict=True):
+            piece.master.mul_(1 - group["lr"] * group["weight_decay"])
+            piece.master.add_(orthogonal, alpha=-group["lr"] * scale)
+
+
+class Piece(NamedTuple):
+    """Views [B, M, N] of part of one parameter, its gradient and its momentum."""
+
+    master: Tensor
+    grad: Tensor
+    momentum: Tensor
 
 
 def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
@@ -168,11 +253,13 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
 def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
     """Indices of equal matrix shapes together, in order, each batch within the workspace bound."""
     by_shape: dict[tuple[int, ...], list[list[int]]] = {}
+    held: dict[tuple[int, ...], int] = {}
     for index, shape in enumerate(shapes):
-        open_batches = by_shape.setdefault(tuple(shape[-2:]), [[]])
-        held = sum(shapes[i].numel() for i in open_batches[-1])
-        if open_batches[-1] and held + shape.numel() > _MAX_BATCH_NUMEL:
+        matrix, numel = tuple(shape[-2:]), shape.numel()
+        open_batches = by_shape.setdefault(matrix, [[]])
+        if open_batches[-1] and held[matrix] + numel > _MAX_BATCH_NUMEL:
             open_batches.append([])
+        held[matrix] = numel + (held[matrix] if open_batches[-1] else 0)
         open_batches[-1].append(index)
     return [batch for group in by_shape.values() for batch in group]
 
@@ -190,7 +277,7 @@ def init_adamw_state(param: nn.Parameter) -> dict[str, Tensor]:
 @torch.no_grad()
 def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]]) -> None:
     """torch.optim.AdamW's own update, on local shards; a rank whose shard is empty has nothing to do."""
-    params = [p for p in group["params"] if p.grad is not None]
+    params = [param for param in group["params"] if _is_due(param)]
     filled = [p for p in params if local(p).numel() > 0]
     for param in params:
         if local(param).numel() == 0:
@@ -225,12 +312,6 @@ def _fused(param: Tensor) -> bool:
     return param.device.type == "cuda"
 
 
-def _matrices(tensor: Tensor) -> Tensor:
-    """[M, N] or [B, M, N] as [B, M, N]."""
-    return tensor.unsqueeze(0) if tensor.ndim == 2 else tensor
-
-
-def _check(**rates: float | None) -> None:
-    for name, value in rates.items():
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} = {value}: must not be negative")
+def _is_due(param: nn.Parameter) -> bool:
+    # FSDP2 goes on making gradients of a parameter that was frozen after its first forward.
+    return param.grad is not None and param.requires_grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,12 @@ def orthogonalize_reference(matrix_MN: Tensor, num_steps: int, coefficients: Coe
 
 
 class ReferenceMuon:
-    """Muon for the parameters whose name `is_dedicated` accepts, torch.optim.AdamW for all others."""
+    """Muon for the parameters whose name `is_dedicated` accepts, torch.optim.AdamW for all others.
+
+    Args:
+        split: rows of each fused matrix, by the name of the parameter that holds them.
+        momentum_dtype: what momentum is rounded to between steps.
+    """
 
     def __init__(
         self,
@@ -40,10 +45,15 @@ class ReferenceMuon:
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
+        split: Mapping[str, Sequence[int]] | None = None,
+        momentum_dtype: torch.dtype = torch.float32,
     ) -> None:
         named = dict(named_params)
         self.matrices = {name: param for name, param in named.items() if is_dedicated(name)}
-        self.momentum_buffers = {name: torch.zeros_like(param) for name, param in self.matrices.items()}
+        self.momentum_buffers = {
+            name: torch.zeros_like(param, dtype=momentum_dtype) for name, param in self.matrices.items()
+        }
+        self.split = split or {}
         self.lr, self.momentum, self.nesterov, self.weight_decay = lr, momentum, nesterov, weight_decay
         self.adjust_lr_fn, self.ns_steps, self.ns_coefficients = adjust_lr_fn, ns_steps, ns_coefficients
         rest = [param for name, param in named.items() if name not in self.matrices]
@@ -54,12 +64,17 @@ class ReferenceMuon:
         for name, param in self.matrices.items():
             if param.grad is None:
                 continue
-            buffer = self.momentum_buffers[name]
-            buffer.copy_(self.momentum * buffer + (1 - self.momentum) * param.grad)
-            update = (1 - self.momentum) * param.grad + self.momentum * buffer if self.nesterov else buffer
-            matrices = update.unsqueeze(0) if update.ndim == 2 else update
-            orthogonal = [orthogonalize_reference(m, self.ns_steps, self.ns_coefficients) for m in matrices]
+            momentum = self.momentum * self.momentum_buffers[name].float() + (1 - self.momentum) * param.grad
+            self.momentum_buffers[name].copy_(momentum)
+            update = (1 - self.momentum) * param.grad + self.momentum * momentum if self.nesterov else momentum
             param.mul_(1 - self.lr * self.weight_decay)
-            scale = lr_scale(self.adjust_lr_fn, param.shape)
-            param.sub_(self.lr * scale * torch.stack(orthogonal).view(param.shape))
+            for target, matrix in zip(self._pieces(name, param), self._pieces(name, update), strict=True):
+                scale = lr_scale(self.adjust_lr_fn, matrix.shape)
+                target.sub_(self.lr * scale * orthogonalize_reference(matrix, self.ns_steps, self.ns_coefficients))
         self.adamw.step()
+
+    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Views of the matrices that `tensor`, of the parameter's shape, is made of."""
+        if tensor.ndim == 3:
+            return list(tensor)
+        return list(tensor.split(list(self.split.get(name, [len(tensor)]))))
