@@ -256,7 +256,7 @@ def _switch_off(model: nn.Module) -> None:
     if tree.sums_rows:
         raise ValueError(
             f"set_deterministic(False): nothing else would sum the {len(tree.rows.ranks)} replicate rows of this "
-            "model, for FSDP2 all-reduces on a (replicate, shard) mesh only, and it is sharded over the shard axis alone"
+            "model: FSDP2 all-reduces on a (replicate, shard) mesh only, and it is sharded over the shard axis alone"
         )
     for key in list(tree.undo):
         tree.undo[key]()
