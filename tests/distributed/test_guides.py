@@ -1,0 +1,254 @@
+"""Every snippet of the guides, of README.md and of the FAQ that this library began with runs on gloo ranks.
+
+A page says before each block how it is run, in a comment that readers do not see:
+
+    <!-- run: ranks=2 setup=transformer -->      names of a set-up below are there, and nothing else
+    <!-- run: continue -->                       goes on where the page's previous block ended
+    <!-- run: ranks=2 setup=lora bfloat16 -->    compared with the plain model at that precision
+
+After a page's blocks their model takes one more step, compared with one process and plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import dmuon
+from tests.distributed import guide_models
+from tests.distributed.pool import RankPool
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN = re.compile(r"<!-- run: (.+) -->\n\Z")
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
+
+# Snippets of the FAQ that this library began with, to the letter. (It says the second one in a sentence.)
+FAQ_ACTION_HEAD = """\
+import dmuon
+
+dmuon.dedicate_params(
+    model,
+    mesh,
+    predicate=lambda n, p: "proj" in n,
+    hook_boundary_predicate=lambda m: hasattr(m, "_is_action_layer"),
+    hook_boundary_strict=True,
+)
+"""
+FAQ_HSDP = """\
+dmuon.dedicate_params(model, mesh, replicate_mesh=hsdp["replicate"])
+fully_shard(model, mesh=hsdp)
+optimizer = dmuon.Muon(model, replicate_async=True)
+"""
+FAQ_TENSOR_PARALLEL = """\
+from torch.distributed.tensor.parallel import parallelize_module
+import dmuon
+from torch.distributed.fsdp import fully_shard
+
+for layer in model.layers:
+    parallelize_module(layer.mlp, tp_mesh, {...})   # TP first
+
+dmuon.dedicate_params(model, dp_mesh, ...)          # DMuon second
+
+for layer in model.layers:
+    fully_shard(layer, mesh=dp_mesh)                # FSDP2 third
+fully_shard(model, mesh=dp_mesh)
+"""
+
+
+@dataclass
+class Program:
+    """Blocks of one page that share their names, as (first line, source), and how to run them."""
+
+    page: str
+    num_ranks: int
+    setup: str
+    bfloat16: bool = False
+    blocks: list[tuple[int, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.blocks[0][0]}"
+
+
+def programs_of(path: Path) -> Iterator[Program]:
+    text, program = path.read_text(), None
+    for fence in FENCE.finditer(text):
+        where = f"{path.name}:{text.count(chr(10), 0, fence.start()) + 1}"
+        assert fence[1] == "python", f"{where}: only python blocks, all of which run"
+        run = RUN.search(text, 0, fence.start())
+        assert run, f"{where}: no <!-- run: ... --> before the block"
+        words = run[1].split()
+        options = dict(word.split("=") for word in words if "=" in word)
+        if words == ["continue"]:
+            assert program is not None, f"{where}: nothing to continue"
+        else:
+            if program is not None:
+                yield program
+            assert options.keys() == {"ranks", "setup"}, f"{where}: {run[1]}"
+            program = Program(path.name, int(options["ranks"]), options["setup"], "bfloat16" in words)
+        program.blocks.append((text.count("\n", 0, fence.start(2)), fence[2]))
+    if program is not None:
+        yield program
+
+
+def readme() -> list[Program]:
+    """README.md is read outside of these pages too: it carries no comments."""
+    sources = [source for language, source in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
+    assert sources
+    return [Program("README.md", 2, "transformer", blocks=[(index, source)]) for index, source in enumerate(sources)]
+
+
+PROGRAMS = [*(program for path in GUIDES for program in programs_of(path)), *readme()]
+PROGRAMS += [
+    Program("FAQ: action head", 2, "action", blocks=[(0, FAQ_ACTION_HEAD)]),
+    Program("FAQ: HSDP", 4, "hsdp", blocks=[(0, FAQ_HSDP)]),
+    # The FAQ leaves out the plan and the predicate; without any, nothing is split over the tensor-parallel axis.
+    Program(
+        "FAQ: order of parallelisms",
+        2,
+        "tensor_parallel",
+        blocks=[(0, FAQ_TENSOR_PARALLEL.replace("{...}", "{}").replace(", ...)", ")"))],
+    ),
+]
+
+
+def tokens_and_targets(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(guide_models.VOCAB, (4, 6), generator=generator)
+    return tokens, (3 * tokens + 1) % guide_models.VOCAB
+
+
+def images_and_text(generator: torch.Generator) -> tuple[Any, Tensor]:
+    tokens, targets = tokens_and_targets(generator)
+    return (torch.randn(4, 3, 12, generator=generator), tokens), targets
+
+
+def images_and_actions(generator: torch.Generator) -> tuple[Any, Tensor]:
+    inputs, _ = images_and_text(generator)
+    return inputs, torch.tanh(inputs[0].mean(dim=(1, 2)))[:, None].expand(4, guide_models.NUM_ACTIONS)
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+
+
+@dataclass
+class Setup:
+    """What a page takes as given: a model and, by the names of its axes, a mesh over all ranks."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[torch.Generator], tuple[Any, Tensor]] = tokens_and_targets
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    axes: dict[str, int] = field(default_factory=lambda: {"shard": -1})
+
+    def names(self) -> dict[str, Any]:
+        """The names that its snippets may use."""
+        sizes = [dist.get_world_size() if size == -1 else size for size in self.axes.values()]
+        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(self.axes))
+        torch.manual_seed(0)
+        names = {"torch": torch, "dmuon": dmuon, "fully_shard": fully_shard, "loss_fn": self.loss_fn}
+        names |= {name: value for name, value in vars(guide_models).items() if isinstance(value, type)}
+        names |= {"model": self.model(), "loader": [self.batch(step, dist.get_rank()) for step in range(4)]}
+        if "replicate" in self.axes:
+            return names | {"hsdp": mesh, "mesh": mesh["shard"], "fsdp_mesh": mesh}
+        if "tp" in self.axes:
+            return names | {"dp_mesh": mesh["shard"], "tp_mesh": mesh["tp"], "fsdp_mesh": mesh["shard"]}
+        return names | {"mesh": mesh, "fsdp_mesh": mesh}
+
+    def batch(self, step: int, rank: int) -> tuple[Any, Tensor]:
+        return self.data(torch.Generator().manual_seed(1000 * step + rank))
+
+
+SETUPS = {
+    "transformer": Setup(guide_models.Transformer),
+    "hsdp": Setup(guide_models.Transformer, axes={"replicate": 2, "shard": 2}),
+    "mixture": Setup(guide_models.MixtureTransformer),
+    "multimodal": Setup(guide_models.VisionLanguageModel, images_and_text),
+    "action": Setup(guide_models.frozen_action_model, images_and_actions, F.mse_loss),
+    "lora": Setup(lambda: guide_models.with_lora(guide_models.Transformer())),
+    "tensor_parallel": Setup(guide_models.Transformer, axes={"shard": -1, "tp": 1}),
+}
+
+
+def run(program: Program, folder: str) -> None:
+    """On each rank: the blocks of a program, then a step of what they built."""
+    setup = SETUPS[program.setup]
+    names = setup.names()
+    plain = copy.deepcopy(names["model"])
+    before, names["folder"] = os.getcwd(), folder
+    os.chdir(folder)
+    try:
+        for first_line, source in program.blocks:
+            exec(compile("\n" * first_line + source, program.page, "exec"), names)
+        take_a_step(setup, names, plain, tolerance=0.05 if program.bfloat16 else 1e-4)
+    finally:
+        os.chdir(before)
+        dmuon.set_deterministic(False)
+
+
+def take_a_step(setup: Setup, names: dict[str, Any], plain: nn.Module, tolerance: float) -> None:
+    """One more step of the model that the snippets left, against the plain one with the same weights."""
+    model = names["model"]
+    assert dmuon.dedicated_params(model)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        fully_shard(model, mesh=names["fsdp_mesh"])
+    optimizer = names["optimizer"] if "optimizer" in names else dmuon.Muon(model, lr=1e-2)
+    optimizer.zero_grad()
+    before = whole_weights(model)
+    inputs, targets = setup.batch(999, dist.get_rank())
+    loss = setup.loss_fn(model(inputs), targets)
+    loss.backward()
+    norm = dmuon.clip_grad_norm_(model, None)
+    optimizer.step()
+    after = whole_weights(model)
+
+    plain.load_state_dict(before)  # the names must be the model's own
+    num_ranks = dist.get_world_size()
+    expected = torch.zeros(())
+    for rank in range(num_ranks):
+        inputs, targets = setup.batch(999, rank)
+        expected = expected + setup.loss_fn(plain(inputs), targets) / num_ranks
+    expected.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    torch.testing.assert_close(mean, expected.detach(), rtol=tolerance, atol=0)
+    grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    expected_norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    torch.testing.assert_close(norm, expected_norm, rtol=tolerance, atol=0)
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) != (name in grads), f"{name} moved, or did not"
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, on every rank; a dedicated one comes from exactly one of them."""
+    held = dmuon.get_state_dict(model)["model"]
+    whole = {name: value.full_tensor().clone() for name, value in held.items() if isinstance(value, DTensor)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {name: value for name, value in held.items() if name not in whole})
+    for name in {name for owned in of_ranks for name in owned}:
+        values = [owned[name] for owned in of_ranks if name in owned]
+        assert len(values) == 1, f"{len(values)} ranks hold {name}"
+        whole[name] = values[0]
+    return whole
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_snippets_run_and_their_model_trains(
+    ranks: Callable[[int], RankPool], program: Program, tmp_path: Path
+) -> None:
+    ranks(program.num_ranks).run(run, program, str(tmp_path))
