@@ -95,8 +95,11 @@ def dedicate_params(
     units = _units(model, chosen, dedicated, axes, _device(mesh))
     _fill_masters(chosen, dedicated)
 
+    def dtypes_of(unit: Unit) -> tuple[torch.dtype, torch.dtype]:
+        return unit_dtypes(unit.params, policies(model), param_dtype, reduce_dtype)
+
     def prepare(runtime: Runtime) -> None:
-        _prepare(model, runtime, param_dtype, reduce_dtype)
+        _prepare(model, runtime)
 
     is_filled = all(candidate.param.device.type != "meta" for candidate in chosen)
     exclude_dedicated_from_fully_shard()
@@ -106,7 +109,7 @@ def dedicate_params(
         for p in dedicated.values()
     )
     plan = Plan(entries, symmetric, assignment)
-    attach_runtime(model, Runtime(units, axes, plan, reshard_after_forward, prepare, is_filled))
+    attach_runtime(model, Runtime(units, axes, plan, reshard_after_forward, prepare, dtypes_of, is_filled))
     return plan
 
 
@@ -187,13 +190,10 @@ def _fill_masters(chosen: Sequence[Candidate], dedicated: dict[str, DedicatedPar
             master.copy_(candidate.param)
 
 
-def _prepare(
-    model: nn.Module, runtime: Runtime, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> None:
+def _prepare(model: nn.Module, runtime: Runtime) -> None:
     """Before the first forward, when `fully_shard` has been called and weights are there."""
     if not runtime.is_filled:
         raise ValueError("the model was on the meta device and has no weights yet: call dmuon.materialize(model, ...)")
-    by_module = policies(model)
     for unit in runtime.units:
         for param in unit.params:
             if not param.is_registered:
@@ -201,7 +201,7 @@ def _prepare(
                     f"{param.name} was replaced after dedicate_params: load weights with dmuon.set_state_dict or "
                     "dmuon.materialize, and move or cast the model before dedicate_params"
                 )
-        unit.build_compute(*unit_dtypes(unit.params, by_module, param_dtype, reduce_dtype), runtime.on_complete)
+        unit.build_compute(*runtime.dtypes_of(unit), runtime.on_complete)
     if is_deterministic():
         runtime.axes.use_fixed_tree()
         apply_fixed_tree(model, runtime.axes.replicate)

@@ -40,7 +40,7 @@ class Runtime:
     """What a model with dedicated parameters carries: its units and the state of the pass under way.
 
     Attributes:
-        prepare: called once, at the first forward, to make the compute copies.
+        dtypes_of: (param_dtype, reduce_dtype) of a unit, once `fully_shard` has been called.
         sync_gradients: backward reduces gradients; if not it keeps them on each rank.
         is_filled: masters hold values; not so between `dedicate_params` on the meta device and `materialize`.
     """
@@ -52,10 +52,11 @@ class Runtime:
         plan: Plan,
         reshard_after_forward: bool,
         prepare: Callable[[Runtime], None],
+        dtypes_of: Callable[[Unit], tuple[torch.dtype, torch.dtype]],
         is_filled: bool,
     ) -> None:
         self.units, self.axes, self.plan = list(units), axes, plan
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.dtypes_of = reshard_after_forward, dtypes_of
         self.sync_gradients, self.is_filled = True, is_filled
         self._prepare: Callable[[Runtime], None] | None = prepare
         # Order of forwards: of the last pass, to prefetch by, and of the pass under way.

@@ -63,7 +63,7 @@ def candidates(model: nn.Module, boundary_predicate: BoundaryPredicate | None) -
 
 
 def _boundary(name: str, holds: set[str] | None) -> str | None:
-    """Default: the innermost `layers.N` or `blocks.N`, its whole prefix included. Else the lowest ancestor in `holds`."""
+    """Default: the innermost `layers.N` or `blocks.N`, prefix included. Else the lowest ancestor in `holds`."""
     if holds is None:
         matches = list(_BLOCK.finditer(name))
         return name[: matches[-1].end()] if matches else None

@@ -34,11 +34,10 @@ class Section:
         is_owner: this rank holds the masters. in_column: this rank is the owner or the owner's counterpart in another
             replicate row; it keeps a compute copy between steps and is the root of its row's broadcasts.
         masters: flat float32 storage of the masters, on the owner alone.
+        num_flags: elements behind the gradients in a reduction: whether any rank used each parameter.
         compute: flat buffer in `param_dtype`, from `build_compute` on. Persistent in the column, without storage
             elsewhere unless unsharded.
     """
-
-    compute: Tensor
 
     def __init__(
         self, owner: Owner, params: Sequence[DedicatedParameter], axes: DataParallelAxes, device: torch.device
@@ -51,6 +50,8 @@ class Section:
             param.offset = self.numel
             self.numel += _aligned(param.numel)
         self.has_gaps = self.numel > sum(param.numel for param in self.params)
+        self.num_flags = _aligned(len(self.params)) if axes.world_size > 1 else 0
+        self.compute: Tensor | None = None
         self.masters: Tensor | None = None
         if self.is_owner:
             self.masters = torch.zeros(self.numel, dtype=torch.float32, device=device)
@@ -73,11 +74,17 @@ class Section:
 
     def allocate(self) -> None:
         if not self.in_column:
-            self.compute.untyped_storage().resize_(self._storage_bytes)
+            self.buffer.untyped_storage().resize_(self._storage_bytes)
 
     def free(self) -> None:
         if not self.in_column:
-            self.compute.untyped_storage().resize_(0)
+            self.buffer.untyped_storage().resize_(0)
+
+    @property
+    def buffer(self) -> Tensor:
+        """`compute`, once it exists, for collectives."""
+        assert self.compute is not None
+        return self.compute.data
 
     def unshard(self) -> Wait:
         """Starts filling `compute`. In the column it waits for what was published first, without holding up compute."""
@@ -86,7 +93,7 @@ class Section:
 
         def broadcast() -> Wait:
             publish()
-            return self.axes.shard.broadcast(self.compute.data, self.owner.shard)
+            return self.axes.shard.broadcast(self.buffer, self.owner.shard)
 
         if self.axes.unshard_lane is not None:
             return self.axes.unshard_lane.run(broadcast)
@@ -96,12 +103,12 @@ class Section:
     def refresh_compute(self) -> None:
         """Master -> compute copy, on the owner: the only direction there is."""
         if self.masters is not None and self.masters is not self.compute:
-            self.compute.copy_(self.masters)
+            self.buffer.copy_(self.masters)
 
     def publish(self) -> None:
         """Starts sending the owner's compute copy along the owner column."""
         if self.in_column and self.axes.replicate.size > 1:
-            self._publish = self.axes.replicate.broadcast(self.compute.data, self.owner.replicate)
+            self._publish = self.axes.replicate.broadcast(self.buffer, self.owner.replicate)
 
     def wait_publish(self) -> None:
         if self._publish is not None:
@@ -130,7 +137,7 @@ class Reduction:
         present = [param for param in section.params if param in grads]
         complete = len(present) == len(section.params) and not section.has_gaps
         make = torch.empty if complete else torch.zeros
-        flags = _aligned(len(section.params)) if section.axes.world_size > 1 else 0
+        flags = section.num_flags
         buffer = make(section.numel + flags, dtype=self._unit.reduce_dtype, device=section.device)
         for param in present:
             param.view(buffer).copy_(grads[param])

@@ -7,26 +7,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, DIM = 37, 24
+QKV_ROWS = (12, 6, 6)
+
+LINEARS = ("mix", "qkv", "odd", "join", "up", "down", "narrow", "widen")
+SPLIT = {"*.qkv.weight": QKV_ROWS}
 
 
 class Block(nn.Module):
-    """Square, tall, wide and tiny matrices, a stack of matrices, a [1, N] matrix and vectors."""
+    """Square, tall, wide and tiny matrices, some fused, stacks of matrices, a [1, N] matrix and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(DIM)
         self.mix = nn.Linear(DIM, DIM, bias=False)
+        self.qkv = nn.Linear(DIM, sum(QKV_ROWS), bias=False)
+        self.odd = nn.Linear(7, 7, bias=False)
+        self.join = nn.Linear(64, 18, bias=False)
         self.up = nn.Linear(DIM, 64)
         self.down = nn.Linear(64, DIM, bias=False)
-        self.narrow = nn.Linear(DIM, 3, bias=False)
-        self.widen = nn.Linear(3, DIM, bias=False)
+        self.narrow = nn.Linear(64, 3, bias=False)
+        self.widen = nn.Linear(3, 64, bias=False)
         self.gate = nn.Linear(DIM, 1, bias=False)
         self.experts = nn.Parameter(torch.empty(3, 5, DIM))
         self.back = nn.Parameter(torch.empty(3, DIM, 5))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         h_BSD = self.mix(self.norm(x_BSD))
-        h_BSD = h_BSD + self.down(F.silu(self.up(h_BSD))) + self.widen(self.narrow(h_BSD))
+        wide = F.silu(self.up(h_BSD))
+        h_BSD = h_BSD + self.down(wide + self.widen(self.narrow(wide)))
+        q, k, v = self.qkv(h_BSD).split(QKV_ROWS, -1)
+        joined = F.pad(torch.tanh(self.join(wide)), (0, DIM - 18)) + F.pad(self.odd(h_BSD[..., :7]), (DIM - 7, 0))
+        h_BSD = h_BSD + torch.cat([q, k * v, v], -1) + joined
         stack = torch.einsum("bsd,ehd->bseh", h_BSD, self.experts)
         h_BSD = h_BSD + torch.einsum("bseh,edh->bsd", torch.tanh(stack), self.back)
         return x_BSD + torch.sigmoid(self.gate(x_BSD)) * h_BSD
@@ -66,8 +77,7 @@ def initialize(model: nn.Module) -> None:
 def is_dedicated(name: str) -> bool:
     """What the tests' predicate chooses."""
     return name.startswith("layers.") and any(
-        part in name
-        for part in ("mix.weight", "up.weight", "down.weight", "narrow.weight", "widen.weight", "experts", "back")
+        name.endswith(part) for part in (*(f"{linear}.weight" for linear in LINEARS), "experts", "back")
     )
 
 

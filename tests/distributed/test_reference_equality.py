@@ -27,7 +27,14 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def build(mesh_shape: tuple[int, int], composition: str, reshard: bool, **dtypes: Any) -> torch.nn.Module:
+def build(
+    mesh_shape: tuple[int, int],
+    composition: str,
+    reshard: bool,
+    is_dedicated: Callable[[str], bool] = models.is_dedicated,
+    split: dict[str, tuple[int, ...]] | None = models.SPLIT,
+    **dtypes: Any,
+) -> torch.nn.Module:
     """SmallModel under dmuon and FSDP2 on a (replicate, shard) mesh; composition "ignored" or "plain"."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     fsdp_mesh = mesh if mesh_shape[0] > 1 else mesh["shard"]
@@ -36,7 +43,8 @@ def build(mesh_shape: tuple[int, int], composition: str, reshard: bool, **dtypes
     dmuon.dedicate_params(
         model,
         mesh["shard"],
-        lambda name, _: models.is_dedicated(name),
+        lambda name, _: is_dedicated(name),
+        split=split,
         replicate_mesh=mesh["replicate"] if mesh_shape[0] > 1 else None,
         reshard_after_forward=reshard,
         **dtypes,
@@ -58,10 +66,10 @@ def train(
     reshard: bool = True,
     num_microbatches: int = 1,
     recompute: bool = False,
-    **dtypes: Any,
+    **options: Any,
 ) -> list[Snapshot]:
     """What this rank sees of each step: loss, norm, and the gradients and weights that it holds."""
-    model = build(mesh_shape, composition, reshard, **dtypes)
+    model = build(mesh_shape, composition, reshard, **options)
     if recompute:
         for layer in model.layers:
             forward = layer.forward
@@ -87,10 +95,13 @@ def train(
     return history
 
 
-def train_reference(num_steps: int = NUM_STEPS) -> list[Snapshot]:
+def train_reference(
+    num_steps: int = NUM_STEPS, is_dedicated: Callable[[str], bool] = models.is_dedicated
+) -> list[Snapshot]:
     model = models.SmallModel()
     models.initialize(model)
-    optimizer = ReferenceMuon(model.named_parameters(), models.is_dedicated, lr=LR)
+    split = {name: models.QKV_ROWS for name, _ in model.named_parameters() if name.endswith("qkv.weight")}
+    optimizer = ReferenceMuon(model.named_parameters(), is_dedicated, lr=LR, split=split)
     history = []
     for step in range(num_steps):
         loss = models.loss_of(model, *models.batch(step))
@@ -114,7 +125,12 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float =
     assert error < tolerance, f"{what}: relative error {error:.2e}"
 
 
-def assert_equal_histories(per_rank: list[list[Snapshot]], reference: list[Snapshot], tolerance: float = 1e-5) -> None:
+def assert_equal_histories(
+    per_rank: list[list[Snapshot]],
+    reference: list[Snapshot],
+    tolerance: float = 1e-5,
+    is_dedicated: Callable[[str], bool] = models.is_dedicated,
+) -> None:
     initial = models.SmallModel()
     models.initialize(initial)
     previous = {name: param.detach() for name, param in initial.named_parameters()}
@@ -137,12 +153,12 @@ def assert_equal_histories(per_rank: list[list[Snapshot]], reference: list[Snaps
                 assert error < allowed, f"update of {name}, step {step}: {error:.2e} of its norm"
                 assert_close(weight, expected["weights"][name], f"weight {name}, step {step}", tolerance)
         for name in expected["grads"]:
-            owners = 1 if models.is_dedicated(name) else len(per_rank)
+            owners = 1 if is_dedicated(name) else len(per_rank)
             assert seen.get(name) == owners, f"{name} was held by {seen.get(name)} ranks, expected {owners}"
         previous = expected["weights"]
 
 
-MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2)]
 
 
 @pytest.mark.parametrize("composition", ["ignored", "plain"])
@@ -152,6 +168,16 @@ def test_whole_steps_equal_reference(
 ) -> None:
     pool = ranks(mesh_shape[0] * mesh_shape[1])
     assert_equal_histories(pool.run(train, mesh_shape, composition), reference)
+
+
+def is_mix(name: str) -> bool:
+    return name.endswith("mix.weight")
+
+
+def test_more_ranks_than_matrices_equal_reference(ranks: Callable[[int], RankPool]) -> None:
+    """Three matrices on eight ranks: most own nothing, and neither a step nor the norm may wait for them."""
+    histories = ranks(8).run(train, (4, 2), is_dedicated=is_mix, split=None)
+    assert_equal_histories(histories, train_reference(is_dedicated=is_mix), is_dedicated=is_mix)
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["Z3", "Z2"])
