@@ -89,8 +89,10 @@ def _is_first(param: DTensor, rows: ReplicateRows | None) -> bool:
 def _square(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor:
     """This rank's part of the squared norm: [1] float64, summed in the device's own order."""
     grads = [local(_grad(param)) for param in _with_gradients(model) if counted.here(param)]
-    norms = foreach_norm([grad for grad in grads if grad.numel() > 0])
-    return torch.stack(norms).square().sum(0, keepdim=True) if norms else torch.zeros(1, dtype=torch.float64).to(device)
+    grads = [grad for grad in grads if grad.numel() > 0]
+    if not grads:  # more ranks than parameters
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.stack(foreach_norm(grads)).square().sum(0, keepdim=True)
 
 
 def _squares_of_rows(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor:
