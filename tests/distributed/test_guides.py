@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.selection import clean_name
 from tests.distributed import guide_models
 from tests.distributed.pool import RankPool
 
@@ -161,7 +162,7 @@ class Setup:
         sizes = [dist.get_world_size() if size == -1 else size for size in self.axes.values()]
         mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(self.axes))
         torch.manual_seed(0)
-        names = {"torch": torch, "dmuon": dmuon, "fully_shard": fully_shard, "loss_fn": self.loss_fn}
+        names = {"torch": torch, "dmuon": dmuon, "fully_shard": fully_shard, "loss_fn": self.loss_fn, "device": "cpu"}
         names |= {name: value for name, value in vars(guide_models).items() if isinstance(value, type)}
         names |= {"model": self.model(), "loader": [self.batch(step, dist.get_rank()) for step in range(4)]}
         if "replicate" in self.axes:
@@ -218,6 +219,9 @@ def take_a_step(setup: Setup, names: dict[str, Any], plain: nn.Module, tolerance
     after = whole_weights(model)
 
     plain.load_state_dict(before)  # the names must be the model's own
+    trainable = {clean_name(name) for name, param in model.named_parameters() if param.requires_grad}
+    for name, param in plain.named_parameters():
+        param.requires_grad_(name in trainable)
     num_ranks = dist.get_world_size()
     expected = torch.zeros(())
     for rank in range(num_ranks):
