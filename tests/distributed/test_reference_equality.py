@@ -19,7 +19,7 @@ from dmuon.reference import ReferenceMuon
 from tests.distributed import models
 from tests.distributed.pool import RankPool
 
-LR, NUM_STEPS, MAX_NORM = 1e-2, 10, 0.5
+LR, NUM_STEPS, MAX_NORM = 3e-3, 10, 0.5
 Snapshot = dict[str, Any]
 
 
