@@ -34,7 +34,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, policy: str = "all
         model: after backward.
         max_norm: None leaves the gradients as they are.
         policy: whose gradients are scaled; the norm is that of all in any case. "all"; "symmetric": only what AdamW
-            updates, for the size of Muon's update does not depend on that of its gradients; "none": measure only.
+            updates, for Muon's update depends on the scale of a gradient only in how its momentum weighs one step
+            against others; "none": measure only.
 
     Returns:
         The norm before scaling: 0-dim float32, equal on all ranks. If it is not finite nothing was scaled.
@@ -45,12 +46,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, policy: str = "all
     if policy not in POLICIES:
         raise ValueError(f"policy = {policy!r}: must be one of {', '.join(POLICIES)}")
     reshard(model)
-    device = next((param.device for param in model.parameters() if param.device.type != "meta"), torch.device("cpu"))
-    counted = _Counted(model)
-    squares = _squares_of_rows(model, counted, device) if is_deterministic(model) else _square(model, counted, device)
-    if _world_size(model) > 1:
-        dist.all_reduce(squares)
-    norm = _sum_by_tree(squares).sqrt()
+    norm = _squared_norm(model).sqrt()
     scaled = [param for param in _with_gradients(model) if policy == "all" or not is_dedicated(param)]
     grads = [grad for param in scaled if (grad := local(_grad(param))).numel() > 0]
     if max_norm is not None and policy != "none" and grads:
@@ -58,6 +54,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, policy: str = "all
         # Selected on the device: reading the norm here would make the host wait.
         foreach_mul_(grads, torch.where(norm.isfinite(), scale, 1.0).float())
     return norm.float()
+
+
+def _squared_norm(model: nn.Module) -> Tensor:
+    """0-dim float64, equal on all ranks."""
+    device = next((param.device for param in model.parameters() if param.device.type != "meta"), torch.device("cpu"))
+    counted = _Counted(model)
+    squares = _squares_of_rows(model, counted, device) if is_deterministic(model) else _square(model, counted, device)
+    if _world_size(model) > 1:
+        dist.all_reduce(squares)
+    return _sum_by_tree(squares)
 
 
 class _Counted:
