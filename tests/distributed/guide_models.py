@@ -1,10 +1,22 @@
-"""Small models of the shapes that the guides write about. Each takes one argument and returns one tensor."""
+"""What the guides take as given: small models of the shapes that they write about, meshes, data.
+
+Each model takes one argument and returns one tensor.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
 
 VOCAB, DIM, NUM_HEADS, NUM_KV_HEADS, NUM_ACTIONS = 37, 32, 4, 2, 5
 QKV = (DIM, DIM * NUM_KV_HEADS // NUM_HEADS, DIM * NUM_KV_HEADS // NUM_HEADS)
@@ -182,3 +194,61 @@ def with_lora(model: Transformer) -> Transformer:
         for module, attribute in ((layer.attention, "qkv"), (layer.mlp, "up_proj")):
             setattr(module, attribute, LoraLinear(getattr(module, attribute)))
     return model
+
+
+def tokens_and_targets(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (4, 6), generator=generator)
+    return tokens, (3 * tokens + 1) % VOCAB
+
+
+def images_and_text(generator: torch.Generator) -> tuple[Any, Tensor]:
+    tokens, targets = tokens_and_targets(generator)
+    return (torch.randn(4, 3, 12, generator=generator), tokens), targets
+
+
+def images_and_actions(generator: torch.Generator) -> tuple[Any, Tensor]:
+    inputs, _ = images_and_text(generator)
+    return inputs, torch.tanh(inputs[0].mean(dim=(1, 2)))[:, None].expand(4, NUM_ACTIONS)
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+
+
+@dataclass
+class Setup:
+    """What a page takes as given: a model and, by the names of its axes, a mesh over all ranks."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[torch.Generator], tuple[Any, Tensor]] = tokens_and_targets
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    axes: dict[str, int] = field(default_factory=lambda: {"shard": -1})
+
+    def names(self) -> dict[str, Any]:
+        """The names that its snippets may use."""
+        sizes = [dist.get_world_size() if size == -1 else size for size in self.axes.values()]
+        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(self.axes))
+        torch.manual_seed(0)
+        names = {"torch": torch, "dmuon": dmuon, "fully_shard": fully_shard, "loss_fn": self.loss_fn, "device": "cpu"}
+        names |= {kind.__name__: kind for kind in (Transformer, Block, Attention, Experts, ActionLayer)}
+        names |= {"model": self.model(), "loader": [self.batch(step, dist.get_rank()) for step in range(4)]}
+        if "replicate" in self.axes:
+            return names | {"hsdp": mesh, "mesh": mesh["shard"], "fsdp_mesh": mesh}
+        if "tp" in self.axes:
+            return names | {"dp_mesh": mesh["shard"], "tp_mesh": mesh["tp"], "fsdp_mesh": mesh["shard"]}
+        return names | {"mesh": mesh, "fsdp_mesh": mesh}
+
+    def batch(self, step: int, rank: int) -> tuple[Any, Tensor]:
+        return self.data(torch.Generator().manual_seed(1000 * step + rank))
+
+
+SETUPS = {
+    "transformer": Setup(Transformer),
+    "hsdp": Setup(Transformer, axes={"replicate": 2, "shard": 2}),
+    "mixture": Setup(MixtureTransformer),
+    "multimodal": Setup(VisionLanguageModel, images_and_text),
+    "action": Setup(frozen_action_model, images_and_actions, F.mse_loss),
+    "lora": Setup(lambda: with_lora(Transformer())),
+    "tensor_parallel": Setup(Transformer, axes={"shard": 1, "tp": 2}),
+    "one_tensor_parallel_rank": Setup(Transformer, axes={"shard": -1, "tp": 1}),
+}

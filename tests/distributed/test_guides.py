@@ -5,8 +5,9 @@ A page says before each block how it is run, in a comment that readers do not se
     <!-- run: ranks=2 setup=transformer -->      names of a set-up below are there, and nothing else
     <!-- run: continue -->                       goes on where the page's previous block ended
     <!-- run: ranks=2 setup=lora bfloat16 -->    compared with the plain model at that precision
+    <!-- run: ranks=2 setup=lora refused -->     dmuon leaves the model alone
 
-After a page's blocks their model takes one more step, compared with one process and plain PyTorch.
+After its blocks a program's model takes one more step, compared with one process and plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,15 +24,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.selection import clean_name
-from tests.distributed import guide_models
+from tests.distributed.guide_models import SETUPS, Setup
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +79,7 @@ class Program:
     page: str
     num_ranks: int
     setup: str
-    bfloat16: bool = False
+    flags: frozenset[str] = frozenset()
     blocks: list[tuple[int, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -101,8 +100,10 @@ def programs_of(path: Path) -> Iterator[Program]:
         else:
             if program is not None:
                 yield program
+            flags = frozenset(word for word in words if "=" not in word)
             assert options.keys() == {"ranks", "setup"}, f"{where}: {run[1]}"
-            program = Program(path.name, int(options["ranks"]), options["setup"], "bfloat16" in words)
+            assert flags <= {"bfloat16", "refused"}, f"{where}: {run[1]}"
+            program = Program(path.name, int(options["ranks"]), options["setup"], flags)
         program.blocks.append((text.count("\n", 0, fence.start(2)), fence[2]))
     if program is not None:
         yield program
@@ -123,67 +124,10 @@ PROGRAMS += [
     Program(
         "FAQ: order of parallelisms",
         2,
-        "tensor_parallel",
+        "one_tensor_parallel_rank",
         blocks=[(0, FAQ_TENSOR_PARALLEL.replace("{...}", "{}").replace(", ...)", ")"))],
     ),
 ]
-
-
-def tokens_and_targets(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(guide_models.VOCAB, (4, 6), generator=generator)
-    return tokens, (3 * tokens + 1) % guide_models.VOCAB
-
-
-def images_and_text(generator: torch.Generator) -> tuple[Any, Tensor]:
-    tokens, targets = tokens_and_targets(generator)
-    return (torch.randn(4, 3, 12, generator=generator), tokens), targets
-
-
-def images_and_actions(generator: torch.Generator) -> tuple[Any, Tensor]:
-    inputs, _ = images_and_text(generator)
-    return inputs, torch.tanh(inputs[0].mean(dim=(1, 2)))[:, None].expand(4, guide_models.NUM_ACTIONS)
-
-
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
-
-
-@dataclass
-class Setup:
-    """What a page takes as given: a model and, by the names of its axes, a mesh over all ranks."""
-
-    model: Callable[[], nn.Module]
-    data: Callable[[torch.Generator], tuple[Any, Tensor]] = tokens_and_targets
-    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-    axes: dict[str, int] = field(default_factory=lambda: {"shard": -1})
-
-    def names(self) -> dict[str, Any]:
-        """The names that its snippets may use."""
-        sizes = [dist.get_world_size() if size == -1 else size for size in self.axes.values()]
-        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(self.axes))
-        torch.manual_seed(0)
-        names = {"torch": torch, "dmuon": dmuon, "fully_shard": fully_shard, "loss_fn": self.loss_fn, "device": "cpu"}
-        names |= {name: value for name, value in vars(guide_models).items() if isinstance(value, type)}
-        names |= {"model": self.model(), "loader": [self.batch(step, dist.get_rank()) for step in range(4)]}
-        if "replicate" in self.axes:
-            return names | {"hsdp": mesh, "mesh": mesh["shard"], "fsdp_mesh": mesh}
-        if "tp" in self.axes:
-            return names | {"dp_mesh": mesh["shard"], "tp_mesh": mesh["tp"], "fsdp_mesh": mesh["shard"]}
-        return names | {"mesh": mesh, "fsdp_mesh": mesh}
-
-    def batch(self, step: int, rank: int) -> tuple[Any, Tensor]:
-        return self.data(torch.Generator().manual_seed(1000 * step + rank))
-
-
-SETUPS = {
-    "transformer": Setup(guide_models.Transformer),
-    "hsdp": Setup(guide_models.Transformer, axes={"replicate": 2, "shard": 2}),
-    "mixture": Setup(guide_models.MixtureTransformer),
-    "multimodal": Setup(guide_models.VisionLanguageModel, images_and_text),
-    "action": Setup(guide_models.frozen_action_model, images_and_actions, F.mse_loss),
-    "lora": Setup(lambda: guide_models.with_lora(guide_models.Transformer())),
-    "tensor_parallel": Setup(guide_models.Transformer, axes={"shard": -1, "tp": 1}),
-}
 
 
 def run(program: Program, folder: str) -> None:
@@ -196,7 +140,10 @@ def run(program: Program, folder: str) -> None:
     try:
         for first_line, source in program.blocks:
             exec(compile("\n" * first_line + source, program.page, "exec"), names)
-        take_a_step(setup, names, plain, tolerance=0.05 if program.bfloat16 else 1e-4)
+        if "refused" in program.flags:
+            take_a_plain_step(setup, names["model"], plain)
+        else:
+            take_a_step(setup, names, plain, tolerance=0.05 if "bfloat16" in program.flags else 1e-4)
     finally:
         os.chdir(before)
         dmuon.set_deterministic(False)
@@ -238,6 +185,22 @@ def take_a_step(setup: Setup, names: dict[str, Any], plain: nn.Module, tolerance
         assert torch.equal(weight, after[name]) != (name in grads), f"{name} moved, or did not"
 
 
+def take_a_plain_step(setup: Setup, model: nn.Module, plain: nn.Module) -> None:
+    """A model that dmuon refused trains with torch alone, as if it had never been asked."""
+    assert not dmuon.dedicated_params(model)
+    inputs, targets = setup.batch(999, 0)
+    losses = []
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(setup.loss_fn(each(inputs), targets))
+            losses[-1].backward()
+            optimizer.step()
+    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-4, atol=0)
+    assert losses[1] < losses[0]
+
+
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter whole, on every rank; a dedicated one comes from exactly one of them."""
     held = dmuon.get_state_dict(model)["model"]
@@ -256,3 +219,46 @@ def test_snippets_run_and_their_model_trains(
     ranks: Callable[[int], RankPool], program: Program, tmp_path: Path
 ) -> None:
     ranks(program.num_ranks).run(run, program, str(tmp_path))
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{target}#{anchor}"
+    assert page.name == "README.md" or f"]({page.name})" in (page.parent / "README.md").read_text(), "not in the index"
+
+
+def raised_texts() -> set[str]:
+    """Every text in a `raise` of dmuon, with … for what is put in when it runs."""
+    texts = set()
+    for path in (ROOT / "dmuon").rglob("*.py"):
+        for statement in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(statement, ast.Raise):
+                continue
+            for node in ast.walk(statement):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
+                    texts.add("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.add(node.value)
+    return texts
+
+
+def test_troubleshooting_quotes_what_dmuon_raises() -> None:
+    texts, page = raised_texts(), (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    tables = page.partition("## Setting up")[2].partition("## Symptoms without a text")[0]
+    quotes = re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE)
+    assert len(quotes) > 20
+    for quote in quotes:
+        assert any(quote in text for text in texts), f"dmuon raises nothing like: {quote}"
