@@ -207,7 +207,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     whole = {name: value.full_tensor().clone() for name, value in held.items() if isinstance(value, DTensor)}
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, {name: value for name, value in held.items() if name not in whole})
-    for name in {name for owned in of_ranks for name in owned}:
+    for name in sorted({name for owned in of_ranks for name in owned}):
         values = [owned[name] for owned in of_ranks if name in owned]
         assert len(values) == 1, f"{len(values)} ranks hold {name}"
         whole[name] = values[0]
@@ -219,6 +219,36 @@ def test_snippets_run_and_their_model_trains(
     ranks: Callable[[int], RankPool], program: Program, tmp_path: Path
 ) -> None:
     ranks(program.num_ranks).run(run, program, str(tmp_path))
+
+
+def complaint(program: Program, folder: str) -> str:
+    try:
+        run(program, folder)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_computes_or_trains_something_else_is_noticed(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """The control of the comparisons above."""
+    faults = {
+        "model.layers[1].register_forward_hook(lambda module, args, output: output * 1.01)": "not close",
+        "optimizer = dmuon.Muon(model, lr=0.0, adamw_lr=1e-2)": "moved, or did not",
+    }
+    for fault, expected in faults.items():
+        source = f"dmuon.dedicate_params(model, mesh)\nfully_shard(model, mesh=mesh)\n{fault}"
+        for answer in ranks(2).run(complaint, Program("fault", 2, "transformer", blocks=[(0, source)]), str(tmp_path)):
+            assert expected in answer, fault
+
+
+def test_a_block_that_says_nothing_of_how_it_runs_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for before, language in (("", "python"), ("<!-- run: continue -->\n", "python"), ("", "text")):
+        page.write_text(f"{before}```{language}\nprint()\n```\n")
+        with pytest.raises(AssertionError, match=r"page\.md:"):
+            list(programs_of(page))
 
 
 def slug(heading: str) -> str:
