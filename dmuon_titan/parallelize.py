@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
@@ -52,13 +53,22 @@ def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Pl
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
         )
-    shard(model, mesh, MixedPrecisionPolicy(param_dtype, reduce_dtype), config.parallelism.fsdp_reshard_after_forward)
+    deterministic = config.debug.deterministic
+    shard(
+        model,
+        # FSDP2 sums replicate rows in an order of its own; without that axis the fixed tree sums them.
+        mesh.shard if deterministic else mesh.fully_shard,
+        MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        config.parallelism.fsdp_reshard_after_forward,
+    )
+    if deterministic:
+        dmuon.set_deterministic(True, model, replicate_mesh=mesh.replicate)
     return plan
 
 
-def shard(model: Llama, mesh: ParallelMesh, precision: MixedPrecisionPolicy, reshard_after_forward: str) -> None:
+def shard(model: Llama, device_mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: str) -> None:
     """FSDP2 over everything that has no owner: blocks, embedding, head with the last norm, then the rest."""
-    device_mesh, owned = mesh.fully_shard, dmuon.dedicated_params(model)
+    owned = dmuon.dedicated_params(model)
     reshard = reshard_after_forward != "never"
     tied = model.output.weight is model.tok_embeddings.weight
     if not tied:

@@ -369,7 +369,10 @@ class Debug:
     """Reproducing and looking closely."""
 
     seed: int = key(0, "Weights, data order and everything random follow from it.", at_least=0, at_most=2**63 - 1)
-    deterministic: bool = key(False, "Deterministic algorithms only; slower on GPU.")
+    deterministic: bool = key(
+        False,
+        "Deterministic algorithms, and sums over ranks by one tree: the same bits on any mesh of as many. Slower.",
+    )
     trace_batches: bool = key(False, "Append what each rank consumes to <dump_folder>/trace/rank-N.jsonl.")
 
 
