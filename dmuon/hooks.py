@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Runtime:
         self._complete: set[Unit] = set()
         self._passed: set[Unit] = set()
         self._reductions: list[Reduction] = []
+        self._backward_hook = _untraced(self._before_backward)
 
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks. The root's own tells one forward of the whole model from the next."""
@@ -132,7 +134,7 @@ class Runtime:
         if torch.is_grad_enabled():
             self._clock += 1
             call = Call(unit, began, self._clock, self._last_call)
-            hook = _untraced(lambda _grad: self._before_backward(call))
+            hook = partial(self._backward_hook, call)
             for tensor in _tensors(output):
                 found = True
                 if tensor.requires_grad:
@@ -147,7 +149,7 @@ class Runtime:
         if not in_backward() and (self.reshard_after_forward or not needs_backward):
             unit.reshard()
 
-    def _before_backward(self, call: Call) -> None:
+    def _before_backward(self, call: Call, _grad: Tensor) -> None:
         self._enter_backward()
         self._advance(call.end)
         if call.unit not in self._passed:

@@ -107,10 +107,10 @@ def _memory(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Persis
     masters = [section.masters for section in sections if section.masters is not None]
     state = {} if optimizer is None else optimizer.state
     momenta = [state[p.master][MOMENTUM] for unit in runtime.units for p in unit.params if p.master in state]
-    # Without storage where this rank is not in the column; the masters themselves where they are float32 as well.
-    computes = [section.compute for section in sections if section.in_column and section.compute is not None]
-    apart = [compute for compute in computes if all(compute is not master for master in masters)]
-    return PersistentMemory(_storage_bytes(masters), _storage_bytes(momenta), _storage_bytes(apart))
+    # Elsewhere than in the column copies have no storage; and where both are float32 the masters serve.
+    kept = [section for section in sections if section.in_column and not section.compute_is_master]
+    computes = [section.compute for section in kept if section.compute is not None]
+    return PersistentMemory(_storage_bytes(masters), _storage_bytes(momenta), _storage_bytes(computes))
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
-from dmuon.collectives import Axis, Wait
+from dmuon.collectives import Axis, Wait, nothing
 from dmuon.hooks import find_runtime
 from dmuon.muon import init_adamw_state
 from dmuon.unit import Unit, UnitState
@@ -204,7 +204,7 @@ def units_in_flight(reshard: bool, recompute: bool) -> tuple[int, int, int]:
     most = [0, 0]
 
     def look(*_: Any) -> None:
-        held = [u for u in runtime.units if any(s.buffer.untyped_storage().nbytes() for s in away(u))]
+        held = [u for u in runtime.units if any(s.compute.untyped_storage().nbytes() for s in away(u))]
         most[0] = max(most[0], len(held))
         most[1] = max(most[1], len(runtime._reductions))
 
@@ -244,7 +244,7 @@ class Recorder:
         self._main = threading.current_thread()
         runtime = find_runtime(model)
         self._unit_of = {
-            section.buffer.data_ptr(): index
+            section.compute.data_ptr(): index
             for index, unit in enumerate(runtime.units)
             for section in unit.sections
             if section.in_column
@@ -309,8 +309,13 @@ def test_a_publish_is_waited_for_in_the_next_forward_alone(
             assert unit == 0 or computing or not in_training_thread
 
 
-def late(mesh_shape: tuple[int, int], delayed_rank: int | None, asynchronous: bool) -> list[torch.Tensor]:
-    """Losses and weights of three steps; the delayed rank comes late to every publish it takes part in."""
+def late(
+    mesh_shape: tuple[int, int], delayed_rank: int | None, asynchronous: bool, wait: bool = True
+) -> list[torch.Tensor]:
+    """Losses and weights of three steps; the delayed rank comes late to every publish it takes part in.
+
+    Without `wait` the other ranks don't wait for publishes at all.
+    """
     model = build(mesh_shape, "ignored", True)
     optimizer = dmuon.Muon(model, lr=1e-3, replicate_async=asynchronous)
     axis = find_runtime(model).axes.replicate
@@ -322,6 +327,9 @@ def late(mesh_shape: tuple[int, int], delayed_rank: int | None, asynchronous: bo
             return broadcast(tensor, root)
 
         axis.broadcast = delayed  # type: ignore[method-assign]
+    elif not wait:
+        publish = axis.broadcast
+        axis.broadcast = lambda tensor, root: (publish(tensor, root), nothing)[1]  # type: ignore[method-assign]
     seen = []
     for index in range(3):
         tokens, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in models.batch(index))
@@ -343,3 +351,9 @@ def test_a_late_publish_changes_nothing_but_time(ranks: Callable[[int], RankPool
         for a, b, c in zip(punctual[rank], delayed[rank], synchronous[rank], strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
+
+
+def test_without_the_wait_a_late_publish_would_show(ranks: Callable[[int], RankPool]) -> None:
+    pool = ranks(2)
+    punctual, heedless = pool.run(late, (2, 1), None, True), pool.run(late, (2, 1), 1, True, wait=False)
+    assert not torch.equal(punctual[0][2], heedless[0][2]), "the loss of the third step"

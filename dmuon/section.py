@@ -1,0 +1,93 @@
+"""The parameters of one unit that share one owner: the grain of every collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dmuon.assignment import Owner
+from dmuon.collectives import DataParallelAxes, Wait, nothing
+from dmuon.parameter import DedicatedParameter
+
+# Starts of parameters in a buffer, in elements: 16 bytes in half precision, what matrix kernels and TMA ask for.
+ALIGNMENT = 8
+
+
+def aligned(numel: int) -> int:
+    return math.ceil(numel / ALIGNMENT) * ALIGNMENT
+
+
+class Section:
+    """The parameters of one unit that share one owner.
+
+    Attributes:
+        is_owner: this rank holds the masters. in_column: this rank is the owner or the owner's counterpart in another
+            replicate row; it keeps a compute copy between steps and is the root of its row's broadcasts.
+        masters: flat float32 storage of the masters, on the owner alone.
+        num_flags: elements behind the gradients in a reduction: whether any rank used each parameter.
+        compute: flat buffer in `param_dtype`, from `set_compute` on.
+    """
+
+    def __init__(
+        self, owner: Owner, params: Sequence[DedicatedParameter], axes: DataParallelAxes, device: torch.device
+    ) -> None:
+        self.owner, self.params, self.axes, self.device = owner, list(params), axes, device
+        self.in_column = axes.shard.index == owner.shard
+        self.is_owner = self.in_column and axes.replicate.index == owner.replicate
+        self.numel = 0
+        for param in self.params:
+            param.offset = self.numel
+            self.numel += aligned(param.numel)
+        self.num_flags = aligned(len(self.params)) if axes.world_size > 1 else 0
+        self.compute: Tensor | None = None
+        self.masters: Tensor | None = None
+        if self.is_owner:
+            self.masters = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        for param in self.params:
+            param.set_master(None if self.masters is None else param.view(self.masters))
+        self._publish: Wait | None = None
+
+    def set_compute(self, flat: Tensor) -> None:
+        """Makes [numel] elements in `param_dtype` the compute copy, and its parts the leaves that autograd sees."""
+        # .data: version counters of their own, so that a refill before backward passes autograd's check.
+        self.compute = flat.data
+        for param in self.params:
+            param.compute = nn.Parameter(param.view(flat.data))
+
+    def unshard(self) -> Wait:
+        """Starts filling `compute`. In the column it waits for what was published first, without holding up compute."""
+        assert self.compute is not None
+        publish, self._publish = self._publish, None
+        if self.axes.unshard_lane is None:
+            return publish or self.axes.shard.broadcast(self.compute, self.owner.shard)
+        return self.axes.unshard_lane.run(partial(self._broadcast_after, publish or nothing, self.compute))
+
+    def _broadcast_after(self, wait: Wait, compute: Tensor) -> Wait:
+        wait()
+        return self.axes.shard.broadcast(compute, self.owner.shard)
+
+    @torch.no_grad()
+    def refresh_compute(self) -> None:
+        """Master -> compute copy, on the owner: the only direction there is."""
+        if self.masters is not None and self.compute is not None and not self.compute_is_master:
+            self.compute.copy_(self.masters)
+
+    @property
+    def compute_is_master(self) -> bool:
+        """Owner and float32: one storage serves as both."""
+        return self.is_owner and self.compute is not None and self.compute.dtype == torch.float32
+
+    def publish(self) -> None:
+        """Starts sending the owner's compute copy along the owner column."""
+        if self.in_column and self.axes.replicate.size > 1:
+            assert self.compute is not None
+            self._publish = self.axes.replicate.broadcast(self.compute, self.owner.replicate)
+
+    def wait_publish(self) -> None:
+        if self._publish is not None:
+            self._publish()
+            self._publish = None
