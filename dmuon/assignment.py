@@ -1,18 +1,45 @@
-"""Who owns what: matrices to (replicate, shard) slots, by exact Newton-Schulz cost under a memory cap.
+"""Who owns what: matrices to (replicate, shard) slots, balanced in Newton-Schulz cost and in elements.
 
-Pure Python over names and shapes. The same input gives the same owners on every rank and every run.
+Pure Python over names and shapes, compared as integers and fractions: the same names and shapes give the same owners
+on every rank and in every run, whatever their order, and slot k holds the same for every (replicate, shard) of a size.
+
+The longest load comes first: everybody waits for it in each step. The elements of a slot, which are memory, may reach
+1.15 of their floor, the larger of the mean and the largest parameter; within that they only break ties.
+
+1. A model has few distinct weights, (FLOPs, elements) of a parameter, each many times. So the search knows no names:
+   what a slot holds is a share, a tuple of weights, and equal shares are counted, not listed.
+2. Longest first: the costliest parameter goes to the least loaded slot that has room. Several caps on the elements
+   are tried, since a tight one can force costly matrices together; the one whose worse ratio is best is kept.
+3. Exchanges: the slot with the longest load gives up to four parameters to a less loaded one for up to four of its,
+   so that the longer load of both falls and neither exceeds the cap: 1.15, or what step 2 needed if that is more.
+   All slots with equal shares do it at once. When nothing is left to gain, the same with the roles of the two
+   measures swapped lowers the elements under the longest load that was reached, and so on until neither falls.
+4. Names are dealt to the shares, consecutive names to consecutive slots.
+
+Step 3 never makes the longest load longer, nor the elements more than the cap. It stops at a lower bound, within a
+thousandth of the floor, or after a fixed number of looks. docs/assignment.md has figures.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, combinations_with_replacement
+from typing import NamedTuple
 
-# How far a slot's number of elements may exceed the larger of the mean and the largest matrix. A tight bound can force
-# costly matrices together: each is tried, and the one whose worse ratio, of cost or of elements, is best wins.
-MEMORY_SLACKS = (1.15, 1.25, 1.35, math.inf)
+MEMORY_SLACKS = (Fraction(115, 100), Fraction(125, 100), Fraction(135, 100))
+"""How far the elements of a slot may exceed their floor. Longest first tries all of them, and no cap."""
+
+ENOUGH = Fraction(1001, 1000)
+"""A largest sum this near to its floor isn't searched any lower."""
+
+MAX_EXCHANGED, MAX_PARTS, MAX_LOOKS = 4, 400, 200_000
+"""Bounds on the search: weights that go one way in an exchange, ways to choose them, looks in all."""
 
 
 @dataclass(frozen=True, order=True)
@@ -23,29 +50,68 @@ class Owner:
     shard: int
 
 
+class Weight(NamedTuple):
+    """What a parameter costs its owner: FLOPs of Newton-Schulz in a step, and elements to keep."""
+
+    flops: int
+    numel: int
+
+
+FIELDS = FLOPS, NUMEL = 0, 1
+"""The fields of a weight, for what treats both alike."""
+
+
+class Share(NamedTuple):
+    """What one slot holds, or a part of that: the sum of its weights, then these, costliest first."""
+
+    total: Weight
+    weights: tuple[Weight, ...]
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """The owner of every parameter, and what each slot carries. Slots count shard-major: see `slot_owner`."""
+    """The owner of every parameter, and what each slot carries. Slots count shard-major: see `slot_owner`.
+
+    Attributes:
+        owners: by name, in the order in which the names were given.
+        flops, numel: sums over the parameters of each slot; of all slots, idle ones too.
+        largest: FLOPs of the costliest parameter and elements of the largest one. They need not be the same.
+    """
 
     owners: dict[str, Owner]
     flops: dict[Owner, int]
     numel: dict[Owner, int]
+    largest: Weight
 
     @property
     def imbalance(self) -> float:
-        """The longest load over the larger of the mean load and the largest matrix; 1.0 is perfect."""
-        return max(self.flops.values()) / self._floor if self.flops and self._floor else 1.0
+        """The longest load over the larger of the mean load and the costliest parameter; 1.0 is perfect."""
+        return _ratio(self.flops.values(), self.largest.flops)
 
-    _floor: float = 0.0
+    @property
+    def numel_imbalance(self) -> float:
+        """The most elements of a slot over the larger of their mean and the largest parameter; 1.0 is perfect."""
+        return _ratio(self.numel.values(), self.largest.numel)
 
 
-def newton_schulz_flops(shape: Sequence[int]) -> int:
-    """FLOPs of five Newton-Schulz steps with symmetric kernels: min(6 a + 14, 15 a + 5) n^3, per matrix of a stack.
+def newton_schulz_flops(shape: Sequence[int], split: Sequence[int] = ()) -> int:
+    """FLOPs of five Newton-Schulz steps with symmetric kernels: min(6 a + 14, 15 a + 5) n^3, per matrix.
 
     n is the smaller side, a the ratio of the sides. The order among shapes is what matters here: another number of
     steps scales all of them nearly alike.
+
+    Args:
+        shape: of a matrix, or of a stack of them over the leading dims.
+        split: row sizes of the pieces of dim 0 that are matrices of their own. Empty: none are.
+
+    Raises:
+        ValueError: the row sizes don't sum to dim 0 of a matrix.
     """
     *stack, rows, cols = shape
+    if split:
+        if stack or sum(split) != rows:
+            raise ValueError(f"split {tuple(split)}: must sum to dim 0 of a matrix, here of shape {tuple(shape)}")
+        return sum(newton_schulz_flops((piece, cols)) for piece in split)
     small, big = sorted((rows, cols))
     return math.prod(stack) * min(6 * big + 14 * small, 15 * big + 5 * small) * small * small
 
@@ -56,54 +122,179 @@ def slot_owner(slot: int, num_replicate: int) -> Owner:
     return Owner(replicate, shard)
 
 
-def assign(shapes: Mapping[str, Sequence[int]], num_replicate: int, num_shard: int) -> Assignment:
-    """Longest processing time first: the costliest matrix goes to the least loaded slot that has room for it.
+def assign(
+    shapes: Mapping[str, Sequence[int]],
+    num_replicate: int,
+    num_shard: int,
+    splits: Mapping[str, Sequence[int]] | None = None,
+) -> Assignment:
+    """Gives each parameter one owner. See the top of the module.
 
     Args:
         shapes: logical shape of each dedicated parameter, by name.
         num_replicate, num_shard: sizes of the data-parallel axes.
+        splits: row sizes of those parameters whose rows are several matrices; see `newton_schulz_flops`.
     """
-    num_slots = num_replicate * num_shard
-    costs = {name: newton_schulz_flops(shape) for name, shape in shapes.items()}
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    fewest_flops = max(sum(costs.values()) / num_slots, max(costs.values(), default=0))
-    fewest_numel = max(sum(sizes.values()) / num_slots, max(sizes.values(), default=0))
-
-    def totals(slots: dict[str, int], of: dict[str, int]) -> list[int]:
-        sums = [0] * num_slots
-        for name, slot in slots.items():
-            sums[slot] += of[name]
-        return sums
-
-    def worse_ratio(slots: dict[str, int]) -> float:
-        if not slots:
-            return 0.0
-        return max(max(totals(slots, costs)) / fewest_flops, max(totals(slots, sizes)) / fewest_numel)
-
-    tried = [_longest_first(costs, sizes, num_slots, slack * fewest_numel) for slack in MEMORY_SLACKS]
-    slots = min(tried, key=worse_ratio)
-    by_slot = [slot_owner(slot, num_replicate) for slot in range(num_slots)]
+    splits = splits or {}
+    names: dict[Weight, list[str]] = {}
+    for name, shape in sorted(shapes.items()):
+        weight = Weight(newton_schulz_flops(shape, splits.get(name, ())), math.prod(shape))
+        names.setdefault(weight, []).append(name)
+    shares = _balance(
+        [weight for weight in sorted(names, reverse=True) for _ in names[weight]], num_replicate * num_shard
+    )
+    by_slot = [slot_owner(slot, num_replicate) for slot in range(len(shares))]
+    slots = _deal(names, shares)
     return Assignment(
         owners={name: by_slot[slots[name]] for name in shapes},
-        flops=dict(zip(by_slot, totals(slots, costs), strict=True)),
-        numel=dict(zip(by_slot, totals(slots, sizes), strict=True)),
-        _floor=fewest_flops,
+        flops={owner: share.total.flops for owner, share in zip(by_slot, shares, strict=True)},
+        numel={owner: share.total.numel for owner, share in zip(by_slot, shares, strict=True)},
+        largest=Weight(*(max((weight[field] for weight in names), default=0) for field in FIELDS)),
     )
 
 
-def _longest_first(costs: dict[str, int], sizes: dict[str, int], num_slots: int, cap: float) -> dict[str, int]:
-    """The slot of each name; `cap` bounds the elements of a slot as long as any slot has room."""
-    slots: dict[str, int] = {}
-    heap = [(0, 0, slot) for slot in range(num_slots)]  # flops, elements, slot
-    for name in sorted(costs, key=lambda name: (-costs[name], -sizes[name], name)):
-        full = []
-        while heap and heap[0][1] + sizes[name] > cap:
-            full.append(heapq.heappop(heap))
-        if not heap:
+def lower_bound(amounts: Iterable[int], num_slots: int) -> int:
+    """No assignment has a largest sum below this: mean, largest amount, and what must lie together.
+
+    Among the k * num_slots + 1 largest amounts some k + 1 share a slot, and these are at least the smallest k + 1.
+    """
+    ordered = sorted(amounts, reverse=True)
+    sums = [0, *accumulate(ordered)]
+    together = (sums[i + 1] - sums[i - i // num_slots] for i in range(0, len(ordered), num_slots))
+    return max(-(-sums[-1] // num_slots), max(together, default=0))
+
+
+def _balance(weights: list[Weight], num_slots: int) -> list[Share]:
+    """The share of each slot, heaviest first. `weights` are those of all parameters, costliest first."""
+    if not weights:
+        return [_share(())] * num_slots
+    amounts = [[weight[field] for weight in weights] for field in FIELDS]
+    floors = [max(Fraction(sum(amount), num_slots), Fraction(max(amount))) for amount in amounts]
+    enough = [max(math.floor(ENOUGH * floors[field]), lower_bound(amounts[field], num_slots)) for field in FIELDS]
+    caps = [*(math.floor(slack * floors[NUMEL]) for slack in MEMORY_SLACKS), sum(amounts[NUMEL])]
+    tried = [_longest_first(weights, num_slots, cap) for cap in caps]
+    shares = min(tried, key=lambda shares: max(_most(shares, field) / floors[field] for field in FIELDS))
+
+    cap = max(caps[0], _most(shares, NUMEL))
+    search = _Search()
+    while True:
+        before = shares
+        shares = search.lower(shares, FLOPS, enough[FLOPS], cap)
+        shares = search.lower(shares, NUMEL, enough[NUMEL], _most(shares, FLOPS))
+        if shares is before:
+            return sorted(shares.elements(), reverse=True)
+
+
+def _longest_first(weights: list[Weight], num_slots: int, cap: int) -> Counter[Share]:
+    """`cap` bounds the elements of a slot as long as any slot has room for the next parameter."""
+    held: list[list[Weight]] = [[] for _ in range(num_slots)]
+    roomy = [(0, 0, slot) for slot in range(num_slots)]  # FLOPs, elements, slot
+    full: list[tuple[int, int, int]] = []  # elements, FLOPs, slot
+    num_looks = 0
+    for weight in weights:
+        # What had no room for a parameter can have some for a smaller one.
+        while full and full[0][0] + weight.numel <= cap:
+            numel, flops, slot = heapq.heappop(full)
+            heapq.heappush(roomy, (flops, numel, slot))
+        while roomy and roomy[0][1] + weight.numel > cap and num_looks < MAX_LOOKS:
+            flops, numel, slot = heapq.heappop(roomy)
+            heapq.heappush(full, (numel, flops, slot))
+            num_looks += 1
+        if roomy:
+            flops, numel, slot = roomy[0]
+            heapq.heapreplace(roomy, (flops + weight.flops, numel + weight.numel, slot))
+        else:
             # No slot has room: the emptiest one, or the cap itself would pile matrices up.
-            heapq.heappush(heap, full.pop(min(range(len(full)), key=lambda i: (full[i][1], full[i][0]))))
-        flops, numel, slot = heapq.heappop(heap)
-        slots[name] = slot
-        for entry in (*full, (flops + costs[name], numel + sizes[name], slot)):
-            heapq.heappush(heap, entry)
-    return slots
+            numel, flops, slot = full[0]
+            heapq.heapreplace(full, (numel + weight.numel, flops + weight.flops, slot))
+        held[slot].append(weight)
+    return Counter(map(_share, held))
+
+
+class _Search:
+    """Exchanges between shares, until there is nothing to gain or MAX_LOOKS are taken: one a share, part or swap."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self._parts: dict[Share, list[Share]] = {}
+
+    def lower(self, shares: Counter[Share], field: int, enough: int, cap: int) -> Counter[Share]:
+        """Shares whose largest sum of `field` is lower, with sums of the other at most `cap`; or the very same ones."""
+        changed = Counter(shares)
+        while True:
+            lows = sorted(changed, key=lambda share: (share.total[field], share))
+            self.num_looks += len(lows)
+            high = lows.pop()
+            swaps = (self._best_swap(high, low, field, cap) for low in lows if self.num_looks < MAX_LOOKS)
+            swap = next(filter(None, swaps), None) if high.total[field] > enough else None
+            if swap is None:
+                return changed if _most(changed, field) < _most(shares, field) else shares
+            low, given, taken = swap
+            count = min(changed[high], changed[low])
+            for share, loses, gains in ((high, given, taken), (low, taken, given)):
+                changed[share] -= count
+                kept = Counter(share.weights) - Counter(loses.weights)
+                changed[_share((*kept.elements(), *gains.weights))] += count
+            changed = +changed  # without shares that no slot holds any more
+
+    def _best_swap(self, high: Share, low: Share, field: int, cap: int) -> tuple[Share, Share, Share] | None:
+        """`low`, what `high` gives and what it takes, so that the larger sum of both falls as far as it can."""
+        other = 1 - field
+        gap = high.total[field] - low.total[field]
+        takeable = sorted(self._parts_of(low), key=lambda part: part.total[field])
+        sums = [part.total[field] for part in takeable]
+        best = None
+        for given in self._parts_of(high):
+            if self.num_looks >= MAX_LOOKS:
+                break
+            start = bisect_right(sums, given.total[field] - gap)
+            end = bisect_left(sums, given.total[field])
+            for taken in takeable[start:end]:
+                moved = given.total[field] - taken.total[field]
+                moved_other = given.total[other] - taken.total[other]
+                most_other = max(high.total[other] - moved_other, low.total[other] + moved_other)
+                if most_other <= cap:
+                    swap = (max(high.total[field] - moved, low.total[field] + moved), most_other, given, taken)
+                    best = min(best or swap, swap)
+            self.num_looks += 1 + max(0, end - start)
+        return best and (low, best[2], best[3])
+
+    def _parts_of(self, share: Share) -> list[Share]:
+        """All choices of up to MAX_EXCHANGED weights of a share, none included; of fewer if more than MAX_PARTS."""
+        if share not in self._parts:
+            counts = Counter(share.weights)
+            size = MAX_EXCHANGED
+            while size > 1 and math.comb(len(counts) + size, size) > MAX_PARTS:
+                size -= 1
+            choices = (part for num in range(size + 1) for part in combinations_with_replacement(counts, num))
+            parts = (part for part in choices if all(part.count(weight) <= counts[weight] for weight in part))
+            self._parts[share] = sorted(map(_share, parts))
+            self.num_looks += len(self._parts[share])
+        return self._parts[share]
+
+
+def _deal(names: Mapping[Weight, list[str]], shares: list[Share]) -> dict[str, int]:
+    """The slot of each name: consecutive names of a weight to consecutive slots that hold it."""
+    places: dict[Weight, list[tuple[int, int]]] = {weight: [] for weight in names}
+    for slot, share in enumerate(shares):
+        for weight, count in Counter(share.weights).items():
+            places[weight] += ((turn, slot) for turn in range(count))
+    return {
+        name: slot
+        for weight, of_weight in names.items()
+        for name, (_, slot) in zip(of_weight, sorted(places[weight]), strict=True)
+    }
+
+
+def _share(weights: Iterable[Weight]) -> Share:
+    held = tuple(sorted(weights, reverse=True))
+    return Share(Weight(sum(weight.flops for weight in held), sum(weight.numel for weight in held)), held)
+
+
+def _most(shares: Iterable[Share], field: int) -> int:
+    return max(share.total[field] for share in shares)
+
+
+def _ratio(sums: Collection[int], largest: int) -> float:
+    floor = max(Fraction(sum(sums), len(sums)), Fraction(largest))
+    return float(max(sums) / floor) if floor else 1.0
