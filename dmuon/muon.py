@@ -205,6 +205,9 @@ class Muon(torch.optim.Optimizer):
         matrices = self._dedicated[param].matrices
         momentum = self.state[param][MOMENTUM]
         for views in zip(matrices(param), matrices(param.grad), matrices(momentum), strict=True):
+            if views[0].numel() <= _MAX_BATCH_NUMEL:
+                yield Piece(*views)
+                continue
             num_matrices = max(1, _MAX_BATCH_NUMEL // views[0][0].numel())
             yield from map(Piece._make, zip(*(view.split(num_matrices) for view in views), strict=True))
 
@@ -216,7 +219,7 @@ class Muon(torch.optim.Optimizer):
         if momenta is not buffers:
             for buffer, momentum in zip(buffers, momenta, strict=True):
                 buffer.copy_(momentum)
-        sizes = [len(grad) for grad in grads]
+        sizes = [grad.shape[0] for grad in grads]
         update_BMN = torch.cat(grads if group["nesterov"] else momenta)
         if group["nesterov"]:
             foreach_lerp_(list(update_BMN.split(sizes)), momenta, group["momentum"])
@@ -313,5 +316,5 @@ def _fused(param: Tensor) -> bool:
 
 
 def _is_due(param: nn.Parameter) -> bool:
-    # FSDP2 goes on making gradients of a parameter that was frozen after its first forward.
+    # A frozen one may still have zeros, from zero_grad(set_to_none=False): momentum and weight decay would go on.
     return param.grad is not None and param.requires_grad
