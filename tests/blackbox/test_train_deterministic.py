@@ -45,11 +45,12 @@ def test_meshes_of_four_ranks_give_the_same_bits(train: Train) -> None:
 
 
 def test_a_checkpoint_of_one_mesh_continues_on_another_with_the_same_bits(train: Train, small_config: Path) -> None:
-    expected = train("replicate", (4, 1), "AdamW", "--checkpoint.interval", "3")
+    checkpoints = ("--checkpoint.enable", "true", "--checkpoint.interval", "3")
+    expected = train("replicate", (4, 1), "AdamW", *checkpoints)
     saved = small_config.parent / "replicate" / "checkpoint" / "step-3"
     for mesh, deterministic in (((2, 2), True), ((1, 4), False)):
         name = f"{mesh}-{deterministic}"
         shutil.copytree(saved, small_config.parent / name / "checkpoint" / "step-3")
-        continued = train(name, mesh, "AdamW", deterministic=deterministic)
+        continued = train(name, mesh, "AdamW", *checkpoints, deterministic=deterministic)
         assert sorted(continued) == [4, 5, 6]
         assert (continued == {step: expected[step] for step in continued}) == deterministic
