@@ -237,9 +237,9 @@ class _TreeReduceScatter:
 def _sum_rows_and_divide(rows: ReplicateRows | None, divisor: float) -> Callable[[Tensor], None]:
     def hook(reduced: Tensor) -> None:
         if rows is not None:
-            gathered = reduced.new_empty(len(rows.ranks) * reduced.numel())
-            dist.all_gather_into_tensor(gathered, reduced, group=rows.group)
-            reduced.copy_(tree_sum(gathered.view(len(rows.ranks), -1).unbind()))
+            parts = [torch.empty_like(reduced) for _ in rows.ranks]
+            dist.all_gather(parts, reduced, group=rows.group)
+            reduced.copy_(tree_sum(parts))
         reduced.div_(divisor)
         if reduced.device.type != "cpu":
             # FSDP2 frees the buffer on the reduce-scatter's stream, where the next layer could take it over while

@@ -214,6 +214,18 @@ def test_meshes_agree_over_several_backward_passes(ranks: Ranks, optimizer: str,
     assert differences(histories[2], histories[0]) == []
 
 
+def test_axes_of_size_one_agree(ranks: Ranks) -> None:
+    """On one rank there is nothing to sum; on two there is one sum, which FSDP2 divides by none, one or two axes."""
+    options: dict[str, Any] = {"precision": "bf16", "num_steps": 3}
+    alone, native = (joined(ranks(1).run(train, (1, 1), deterministic=tree, **options)) for tree in (True, False))
+    assert_weights_moved(alone)
+    assert differences(alone, native) == []
+    expected = joined(ranks(2).run(train, (1, 2), **options))
+    assert "embedding.weight, step 0" in differences(expected, alone)
+    for is_native in (False, True):
+        assert differences(joined(ranks(2).run(train, (2, 1), native=is_native, **options)), expected) == []
+
+
 def test_meshes_of_eight_ranks_agree(ranks: Ranks) -> None:
     """Four replicate rows of two, and two of four, native."""
     expected = joined(ranks(8).run(train, (1, 8), num_steps=2))
