@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dmuon import torch_internals
 from dmuon.hooks import find_runtime
 
 
@@ -31,6 +32,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         _set_sync(model, True)
         if runtime is not None:
             runtime.sync_gradients = True
+
+
+def discard_accumulated(model: nn.Module) -> None:
+    """Drops what `no_sync` has kept on this rank."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            torch_internals.discard_accumulated(module)
+    runtime = find_runtime(model)
+    if runtime is not None:
+        for unit in runtime.units:
+            unit.discard_accumulated()
 
 
 def _set_sync(model: nn.Module, sync: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.assignment import assign, newton_schulz_flops
@@ -79,7 +80,7 @@ def dedicate_params(
     splits = resolve_splits(chosen, split)
     axes = DataParallelAxes(shard_mesh, replicate_mesh)
     shapes = {candidate.name: tuple(candidate.param.shape) for candidate in chosen}
-    assignment = assign(shapes, axes.replicate.size, axes.shard.size, **({"splits": splits} if splits else {}))
+    assignment = assign(shapes, axes.replicate.size, axes.shard.size, splits)
     dedicated = {
         c.name: DedicatedParameter(
             c.name,
@@ -105,7 +106,9 @@ def dedicate_params(
     exclude_dedicated_from_fully_shard()
     unit_of = {param.name: unit.name for unit in units for param in unit.params}
     entries = tuple(
-        PlanEntry(p.name, shapes[p.name], p.split, unit_of[p.name], p.owner, newton_schulz_flops(shapes[p.name]))
+        PlanEntry(
+            p.name, shapes[p.name], p.split, unit_of[p.name], p.owner, newton_schulz_flops(shapes[p.name], p.split)
+        )
         for p in dedicated.values()
     )
     plan = Plan(entries, symmetric, assignment)
@@ -151,9 +154,14 @@ def _check_model(model: nn.Module) -> None:
         if find_runtime(module) is not None:
             what = f"its module {name}" if name else "this model"
             raise ValueError(f"dedicate_params was called on {what} before: call it once, on the whole model")
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise ValueError(f"{name} is sharded already: call dedicate_params before fully_shard")
+    sharded = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded} is sharded already: call dedicate_params before fully_shard"
+            if any(isinstance(module, FSDPModule) for module in model.modules())
+            else f"{sharded} is a DTensor: dmuon does not compose with tensor parallelism yet; dedicate models whose "
+            "parameters are plain tensors"
+        )
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -73,6 +73,7 @@ class Runtime:
         self._to_reduce: list[Unit] = []
         self._complete: set[Unit] = set()
         self._passed: set[Unit] = set()
+        self._to_free: list[Unit] = []
         self._reductions: list[Reduction] = []
         self._backward_hook = _untraced(self._before_backward)
 
@@ -152,6 +153,7 @@ class Runtime:
     def _before_backward(self, call: Call, _grad: Tensor) -> None:
         self._enter_backward()
         self._advance(call.end)
+        self._free_passed(call.end)
         if call.unit not in self._passed:
             call.unit.wait_unshard()
             # A unit whose backward is over must not be filled again: nobody would free it.
@@ -189,7 +191,7 @@ class Runtime:
             self._pass(unit)
 
     def _pass(self, unit: Unit) -> None:
-        """The unit's backward is over: reduces its gradients, or keeps them, and frees its weights."""
+        """The unit's gradients are there: reduces or keeps them."""
         if unit in self._passed:
             return
         self._passed.add(unit)
@@ -199,7 +201,14 @@ class Runtime:
             self._reductions.append(unit.reduce())
         elif unit.is_trainable:
             unit.keep_gradients()
-        unit.reshard()
+        # Not yet freed: a branch through a detached weight may read it after its gradient has come.
+        self._to_free.append(unit)
+
+    def _free_passed(self, now: int) -> None:
+        behind = [unit for unit in self._to_free if self._begun.get(unit, -1) > now]
+        for unit in behind:
+            unit.reshard()
+            self._to_free.remove(unit)
 
     def _after_backward(self) -> None:
         while self._to_reduce:
@@ -221,7 +230,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._in_backward, self._backward_over = False, True
-        self._reductions, self._to_reduce = [], []
+        self._reductions, self._to_reduce, self._to_free = [], [], []
         self._complete.clear()
         self._passed.clear()
         self.reshard()
@@ -230,11 +239,6 @@ class Runtime:
     def has_unreduced_gradients(self) -> bool:
         """Gradients were kept by `no_sync` and no backward has reduced them since."""
         return any(unit.owes_reduction for unit in self.units)
-
-    def discard_accumulated(self) -> None:
-        """Drops gradients that `no_sync` has kept."""
-        for unit in self.units:
-            unit.discard_accumulated()
 
     def reshard(self) -> None:
         """Brings every unit back to its masters."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from dmuon.hooks import find_runtime
+from dmuon.accumulate import discard_accumulated
+from dmuon.hooks import find_runtime, reshard
 from dmuon.newton_schulz import Coefficients, orthogonalize, resolve_dtype
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.torch_internals import foreach_lerp_
@@ -103,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             check_option(key, value, f"adamw_{key}")
         check_momentum_dtype(momentum_dtype)
 
-        self._runtime = runtime
+        self._model, self._runtime = model, runtime
         self._replicate_async = replicate_async
         self._dedicated = {param.master: param for unit in runtime.units for param in unit.params}
         named = named_parameters(model, self._dedicated)
@@ -112,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         ):
             raise ValueError("the model is still on the meta device: call dmuon.materialize before dmuon.Muon")
         groups = build_groups(named, {MUON: muon_options, ADAMW: adamw_options}, param_groups)
-        self._groups_are_final = False
+        self._groups_are_final = self._is_checked = False
         super().__init__(groups, {})
         self._groups_are_final = True
         # Not through super: torch adds its defaults to every group. Schedules look here for what they can change.
@@ -133,7 +134,8 @@ class Muon(torch.optim.Optimizer):
             closure: computes gradients and returns the loss; called first, on all ranks together.
 
         Raises:
-            RuntimeError: a backward inside `dmuon.no_sync` was the last one. Nothing was updated.
+            RuntimeError: a backward inside `dmuon.no_sync` was the last one, or the optimizer was made before
+                `fully_shard`. Nothing was updated.
         """
         loss = None
         if closure is not None:
@@ -145,6 +147,8 @@ class Muon(torch.optim.Optimizer):
                 "outside of it"
             )
         self._runtime.wait_publish()
+        if not self._is_checked:
+            self._check_parameters()
         for group in self.param_groups:
             if group["kind"] == MUON:
                 self._muon_step(group)
@@ -153,10 +157,21 @@ class Muon(torch.optim.Optimizer):
         self._runtime.publish(wait=not self._replicate_async)
         return loss
 
+    def _check_parameters(self) -> None:
+        """At the first step: what this optimizer was given is what the model trains."""
+        reshard(self._model)
+        trained = set(self._model.parameters())
+        if any(param not in trained for group in self.param_groups for param in group["params"]):
+            raise RuntimeError(
+                "parameters of the model were replaced after dmuon.Muon was made: call fully_shard and "
+                "dmuon.materialize before dmuon.Muon"
+            )
+        self._is_checked = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; drops what `dmuon.no_sync` has accumulated as well."""
         super().zero_grad(set_to_none)
-        self._runtime.discard_accumulated()
+        discard_accumulated(self._model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported once constructed: which parameters there are, and who updates them, the model says.

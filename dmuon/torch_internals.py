@@ -101,6 +101,24 @@ def mixed_precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
     return module._get_fsdp_state()._mp_policy
 
 
+def discard_accumulated(module: FSDPModule) -> None:
+    """Drops the gradients that backward passes without synchronisation have left in this module's own group."""
+    for group in _param_groups(module):
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    """None if the module manages no parameters, several if `shard_placement_fn` chose meshes of its own."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # an older torch: one at most
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """After how long a collective of this group counts as stuck."""
     return group._get_backend(torch.device(device_type)).options._timeout
@@ -163,11 +181,7 @@ class GradientReduction:
 
 
 def gradient_reductions(module: FSDPModule) -> list[GradientReduction]:
-    """Of a module: none if it manages no parameters, several if `shard_placement_fn` chose meshes of its own."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # an older torch: one at most
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    """Of each group of parameters that the module manages."""
     return [
         GradientReduction(
             id(group),
@@ -179,5 +193,5 @@ def gradient_reductions(module: FSDPModule) -> list[GradientReduction]:
             group.gradient_divide_factor,
             group.force_sum_reduction_for_comms,
         )
-        for group in groups
+        for group in _param_groups(module)
     ]

@@ -50,7 +50,6 @@ class Unit:
         self._sent = GradientLayout([section for section in self.sections if not section.is_owner])
         self.state = UnitState.SHARDED
         self.owes_reduction = False
-        self._num_trainable = len(self.params)
         # One storage for all compute copies that this rank does not keep, without memory unless unsharded.
         self._away: torch.UntypedStorage | None = None
         self._away_bytes = 0
@@ -85,7 +84,7 @@ class Unit:
                 self._grads[param] = compute.grad
                 # Taken here, before anything can clear it: the reduction is the gradient's only reader.
                 compute.grad = None
-                if len(self._grads) == self._num_trainable:
+                if len(self._grads) == len(self.params):
                     complete(self)
 
             return take
@@ -106,12 +105,10 @@ class Unit:
         self.unshard()
         if self.state is UnitState.UNSHARDING:
             self._finish_broadcasts()
-            self._num_trainable = 0
             for param in self.params:
                 # A person freezes what the module shows outside of forward.
                 if param.compute.requires_grad != param.master.requires_grad:
                     param.compute.requires_grad_(param.master.requires_grad)
-                self._num_trainable += param.master.requires_grad
                 param.register(param.compute)
             self.state = UnitState.UNSHARDED
 

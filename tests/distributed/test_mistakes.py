@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dmuon
 from tests.distributed import models
@@ -20,7 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def error_of(function: Callable[[], Any]) -> str:
     try:
         function()
-    except (ValueError, TypeError) as mistake:
+    except (ValueError, TypeError, RuntimeError) as mistake:
         return str(mistake)
     return ""
 
@@ -47,6 +48,17 @@ def attempts() -> dict[str, str]:
     def muon_on_meta(model: models.SmallModel) -> None:
         dmuon.dedicate_params(model.to("meta"), mesh)
         dmuon.Muon(model)
+
+    def muon_before_fully_shard(model: models.SmallModel) -> None:
+        dmuon.dedicate_params(model, mesh)
+        optimizer = dmuon.Muon(model)
+        fully_shard(model, mesh=mesh)
+        model(tokens).sum().backward()
+        optimizer.step()
+
+    def tensor_parallel(model: models.SmallModel) -> None:
+        parallelize_module(model.layers[0], mesh, {"up": ColwiseParallel()})
+        dmuon.dedicate_params(model, mesh)
 
     def forward_on_meta(model: models.SmallModel) -> None:
         dmuon.dedicate_params(model.to("meta"), mesh)
@@ -89,10 +101,12 @@ def attempts() -> dict[str, str]:
         "integers": attempt(integers),
         "muon before": error_of(lambda: dmuon.Muon(models.SmallModel())),
         "muon on meta": attempt(muon_on_meta),
+        "muon before fully_shard": attempt(muon_before_fully_shard),
+        "tensor parallel": attempt(tensor_parallel),
         "forward on meta": attempt(forward_on_meta),
         "replaced": attempt(replaced),
         "split sum": dedicate(mesh, split={"*.up.weight": (60, 3)}),
-        "split of nothing": dedicate(mesh, split={"*.qkv.weight": (8, 8)}),
+        "split of nothing": dedicate(mesh, split={"*.fused.weight": (8, 8)}),
         "split of a stack": dedicate(mesh, lambda name, _: "experts" in name, split={"*experts": (1, 2)}),
         "policy contradicts": precision(FP16, [MixedPrecisionPolicy(param_dtype=BF16)]),
         "policies contradict": precision(None, [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16, BF16)]),
@@ -113,10 +127,12 @@ def test_every_mistake_has_its_message(ranks: Callable[[int], RankPool]) -> None
         "integers": "layers.0.table has dtype torch.int8",
         "muon before": "call dmuon.dedicate_params(model, mesh) first",
         "muon on meta": "call dmuon.materialize",
+        "muon before fully_shard": "call fully_shard and dmuon.materialize before dmuon.Muon",
+        "tensor parallel": "layers.0.up.weight is a DTensor",
         "forward on meta": "call dmuon.materialize",
         "replaced": "layers.1.mix.weight was replaced",
         "split sum": "split (60, 3) of layers.0.up.weight, shape (64, 24)",
-        "split of nothing": "'*.qkv.weight' matches no dedicated parameter",
+        "split of nothing": "'*.fused.weight' matches no dedicated parameter",
         "split of a stack": "dim 0, of a 2-D parameter",
         "policy contradicts": "param_dtype = torch.float16 was passed to dedicate_params, but fully_shard of layers.0",
         "policies contradict": "layers.0.mix.weight would compute in torch.bfloat16 and reduce in torch.bfloat16",
