@@ -56,7 +56,7 @@ def main() -> None:
     trace = _trace_cuda if torch.cuda.is_available() else _trace_cpu
     intervals = trace(model, step)
     if dist.get_rank() == 0:
-        share = {kind: _summary(intervals[kind], intervals["compute"]) for kind in intervals if kind in TRANSFERS}
+        share = {kind: _summary(intervals[kind], intervals) for kind in intervals if kind in TRANSFERS}
         line = record("overlap", mesh={"replicate": degrees[0], "shard": degrees[1]}, hidden=share)
         print(json.dumps(line))
         if arguments.events:
@@ -198,14 +198,17 @@ def _union(spans: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _summary(spans: list[Interval], compute: list[Interval]) -> dict[str, float]:
+def _summary(spans: list[Interval], intervals: Intervals) -> dict[str, float]:
+    """Milliseconds a step, the share beside computation, and the share within forward where a trace says so."""
     total = sum(end - begin for begin, end in spans)
-    hidden = sum(
-        max(0.0, min(end, compute_end) - max(begin, compute_begin))
-        for begin, end in spans
-        for compute_begin, compute_end in compute
-    )
-    return {"ms_a_step": round(total / NUM_STEPS / 1e3, 3), "hidden": round(hidden / total, 4) if total else 0.0}
+    summary = {"ms_a_step": total / NUM_STEPS / 1e3, "hidden": _overlap(spans, intervals["compute"]) / total}
+    if "forward" in intervals:
+        summary["in_forward"] = _overlap(spans, intervals["forward"]) / total
+    return {key: round(value, 4) for key, value in summary.items()}
+
+
+def _overlap(spans: list[Interval], others: list[Interval]) -> float:
+    return sum(max(0.0, min(end, b) - max(begin, a)) for begin, end in spans for a, b in others)
 
 
 def plot(target: Path, sources: list[Path]) -> None:

@@ -28,7 +28,7 @@ from dmuon.selection import (
     resolve_splits,
     select,
 )
-from dmuon.torch_internals import exclude_dedicated_from_fully_shard
+from dmuon.torch_internals import exclude_dedicated_from_fully_shard, gradient_reductions
 from dmuon.unit import Unit
 
 
@@ -210,6 +210,21 @@ def _prepare(model: nn.Module, runtime: Runtime) -> None:
                     "dmuon.materialize, and move or cast the model before dedicate_params"
                 )
         unit.build_compute(*runtime.dtypes_of(unit), runtime.on_complete)
-    if is_deterministic():
+    if is_deterministic(model):
         runtime.axes.use_fixed_tree()
         apply_fixed_tree(model, runtime.axes.replicate)
+    else:
+        _check_rows_are_summed(model, runtime.axes)
+
+
+def _check_rows_are_summed(model: nn.Module, axes: DataParallelAxes) -> None:
+    """Raises where FSDP2 knows nothing of the replicate rows: each would train its own embeddings and norms."""
+    for name, module in model.named_modules():
+        if axes.replicate.size == 1 or not isinstance(module, FSDPModule):
+            continue
+        for reduction in gradient_reductions(module):
+            if reduction.replicate_degree == 1 and reduction.all_reduce_hook is None:
+                raise ValueError(
+                    f"fully_shard of {clean_name(name) or 'the root module'} was given the shard axis alone, while "
+                    f"dedicate_params has {axes.replicate.size} replicate rows: pass it the (replicate, shard) mesh"
+                )

@@ -84,6 +84,12 @@ def attempts() -> dict[str, str]:
 
         return attempt(forward)
 
+    def rows_never_summed(model: models.SmallModel) -> None:
+        rows = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        dmuon.dedicate_params(model, rows)
+        fully_shard(model, mesh=rows["shard"])
+        model(tokens)
+
     def tied_across_blocks(model: models.SmallModel) -> None:
         model.output.weight = model.layers[1].widen.weight = nn.Parameter(torch.zeros(24, 3))
         dmuon.dedicate_params(model, mesh, lambda name, _: "widen" in name)
@@ -108,6 +114,7 @@ def attempts() -> dict[str, str]:
         "split sum": dedicate(mesh, split={"*.up.weight": (60, 3)}),
         "split of nothing": dedicate(mesh, split={"*.fused.weight": (8, 8)}),
         "split of a stack": dedicate(mesh, lambda name, _: "experts" in name, split={"*experts": (1, 2)}),
+        "rows never summed": attempt(rows_never_summed),
         "policy contradicts": precision(FP16, [MixedPrecisionPolicy(param_dtype=BF16)]),
         "policies contradict": precision(None, [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16, BF16)]),
     }
@@ -134,6 +141,7 @@ def test_every_mistake_has_its_message(ranks: Callable[[int], RankPool]) -> None
         "split sum": "split (60, 3) of layers.0.up.weight, shape (64, 24)",
         "split of nothing": "'*.fused.weight' matches no dedicated parameter",
         "split of a stack": "dim 0, of a 2-D parameter",
+        "rows never summed": "fully_shard of the root module was given the shard axis alone",
         "policy contradicts": "param_dtype = torch.float16 was passed to dedicate_params, but fully_shard of layers.0",
         "policies contradict": "layers.0.mix.weight would compute in torch.bfloat16 and reduce in torch.bfloat16",
     }
