@@ -33,6 +33,9 @@ Stock = tuple[tuple[Weight, int], ...]
 MAX_LOAD, MAX_NUMEL = Fraction(103, 100), Fraction(115, 100)
 """The aims, in floors."""
 
+MARKED = re.compile(r"(<!-- benchmarks\.assignment -->)\n\n(.*?)\n\n(<!-- end -->)", re.DOTALL)
+"""Where the tables stand in docs/assignment.md."""
+
 MAX_KINDS = 400
 """Kinds of shares beyond which no exhaustive search is tried."""
 
@@ -329,10 +332,7 @@ def main() -> None:
         arguments.output.write_text(json.dumps(result) + "\n")
     if arguments.page:
         page = arguments.page.read_text()
-        arguments.page.write_text(MARKED.sub(lambda marks: f"{marks[1]}\n{render(result)}\n{marks[3]}", page))
-
-
-MARKED = re.compile(r"(<!-- benchmarks\.assignment -->)\n(.*?)\n(<!-- end -->)", re.DOTALL)
+        arguments.page.write_text(MARKED.sub(lambda marks: f"{marks[1]}\n\n{render(result)}\n\n{marks[3]}", page))
 
 
 if __name__ == "__main__":
