@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from dmuon.assignment import Assignment, Weight, assign, lower_bound, newton_schulz_flops
+from dmuon.assignment import Assignment, Cost, assign, lower_bound, newton_schulz_flops
 from models.llama.sizes import FLAVORS
 
 Shapes = dict[str, tuple[int, ...]]
-Stock = tuple[tuple[Weight, int], ...]
-"""Each distinct weight, costliest first, and how many parameters have it."""
+Stock = tuple[tuple[Cost, int], ...]
+"""Each distinct cost, costliest first, and how many parameters have it."""
 
 MAX_LOAD, MAX_NUMEL = Fraction(103, 100), Fraction(115, 100)
 """The aims, in floors."""
@@ -92,17 +92,17 @@ CASES = (
 
 def stock_of(case: Case) -> Stock:
     """What has to be assigned, without names."""
-    weights = (
-        Weight(newton_schulz_flops(shape, (case.splits or {}).get(name, ())), math.prod(shape))
+    costs = (
+        Cost(newton_schulz_flops(shape, (case.splits or {}).get(name, ())), math.prod(shape))
         for name, shape in case.shapes.items()
     )
-    return tuple(sorted(Counter(weights).items(), reverse=True))
+    return tuple(sorted(Counter(costs).items(), reverse=True))
 
 
 def floor_of(stock: Stock, num_slots: int, field: int) -> Fraction:
     """The larger of the mean and the largest parameter, in FLOPs (field 0) or in elements (1)."""
-    total = sum(weight[field] * count for weight, count in stock)
-    return max(Fraction(total, num_slots), Fraction(max(weight[field] for weight, _ in stock)))
+    total = sum(cost[field] * count for cost, count in stock)
+    return max(Fraction(total, num_slots), Fraction(max(cost[field] for cost, _ in stock)))
 
 
 def longest_first(stock: Stock, num_slots: int) -> tuple[float, float]:
@@ -111,15 +111,15 @@ def longest_first(stock: Stock, num_slots: int) -> tuple[float, float]:
     ratios: list[tuple[float, float]] = []
     for slack in (1.15, 1.25, 1.35, math.inf):
         heap = [(0, 0, slot) for slot in range(num_slots)]  # FLOPs, elements, slot
-        for weight, count in stock:
+        for cost, count in stock:
             full = []
             for _ in range(count):
-                while heap and heap[0][1] + weight.numel > slack * floors[1]:
+                while heap and heap[0][1] + cost.numel > slack * floors[1]:
                     full.append(heapq.heappop(heap))
                 if not heap:
                     heap = [full.pop(min(range(len(full)), key=lambda i: (full[i][1], full[i][0])))]
                 flops, numel, slot = heap[0]
-                heapq.heapreplace(heap, (flops + weight.flops, numel + weight.numel, slot))
+                heapq.heapreplace(heap, (flops + cost.flops, numel + cost.numel, slot))
             for entry in full:
                 heapq.heappush(heap, entry)
         most = [max(entry[field] for entry in heap) for field in (0, 1)]
@@ -127,12 +127,12 @@ def longest_first(stock: Stock, num_slots: int) -> tuple[float, float]:
     return min(ratios, key=max)
 
 
-def fits(stock: Stock, num_slots: int, most: Weight, max_looks: int = 1_000_000) -> bool | None:
+def fits(stock: Stock, num_slots: int, most: Cost, max_looks: int = 1_000_000) -> bool | None:
     """Whether any assignment at all has at most `most` FLOPs and elements in every slot, by exhaustive search.
 
     Slots may hold more than there is, so only the kinds of shares to which nothing can be added count. The search
     chooses how many slots hold the first kind, the second one, and so on; it turns back where what is left can't fit,
-    weight by weight or in sum.
+    cost by cost or in sum.
 
     Returns:
         None if it's too much to search.
@@ -154,7 +154,7 @@ def fits(stock: Stock, num_slots: int, most: Weight, max_looks: int = 1_000_000)
         if any(need > num_left * most_of_it for need, most_of_it in zip(needs, best[start], strict=True)):
             return False
         for field in (0, 1):
-            total = sum(need * weight[field] for need, (weight, _) in zip(needs, stock, strict=True))
+            total = sum(need * cost[field] for need, (cost, _) in zip(needs, stock, strict=True))
             if total > num_left * most[field]:
                 return False
         kind = kinds[start]
@@ -169,22 +169,22 @@ def fits(stock: Stock, num_slots: int, most: Weight, max_looks: int = 1_000_000)
     return True if found else None if looks > max_looks else False
 
 
-def _full_kinds(stock: Stock, most: Weight) -> list[tuple[int, ...]]:
-    """How many of each weight a slot holds if nothing can be added to it, for every such slot; best ones first."""
-    kinds: list[tuple[tuple[int, ...], Weight]] = [((), most)]
-    for i, (weight, count) in enumerate(stock):
+def _full_kinds(stock: Stock, most: Cost) -> list[tuple[int, ...]]:
+    """How many of each cost a slot holds if nothing can be added to it, for every such slot; best ones first."""
+    kinds: list[tuple[tuple[int, ...], Cost]] = [((), most)]
+    for i, (cost, count) in enumerate(stock):
         longer = []
         for kind, room in kinds:
-            up_to = min(count, *(room[field] // weight[field] for field in (0, 1)))
+            up_to = min(count, *(room[field] // cost[field] for field in (0, 1)))
             for number in range(up_to if i == len(stock) - 1 else 0, up_to + 1):
-                longer.append(((*kind, number), Weight(*(room[f] - number * weight[f] for f in (0, 1)))))
+                longer.append(((*kind, number), Cost(*(room[f] - number * cost[f] for f in (0, 1)))))
         kinds = longer
     full = [
         kind
         for kind, room in kinds
         if all(
-            number == count or weight.flops > room.flops or weight.numel > room.numel
-            for number, (weight, count) in zip(kind, stock, strict=True)
+            number == count or cost.flops > room.flops or cost.numel > room.numel
+            for number, (cost, count) in zip(kind, stock, strict=True)
         )
     ]
     return sorted(full, reverse=True) or [(0,) * len(stock)]
@@ -195,14 +195,14 @@ def least(stock: Stock, num_slots: int, field: int, limit: Fraction) -> Fraction
     floor = floor_of(stock, num_slots, field)
     caps = [0, 0]
     caps[1 - field] = math.floor(limit * floor_of(stock, num_slots, 1 - field))
-    counts = (range(min(count, 2 * floor // weight[field]) + 1) for weight, count in stock)
+    counts = (range(min(count, 2 * floor // cost[field]) + 1) for cost, count in stock)
     sums = {sum(n * w[field] for n, (w, _) in zip(numbers, stock, strict=True)) for numbers in product(*counts)}
     candidates = sorted(total for total in sums if floor <= total <= 2 * floor)
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
         caps[field] = candidates[middle]
-        if fits(stock, num_slots, Weight(*caps)):
+        if fits(stock, num_slots, Cost(*caps)):
             high = middle
         else:
             low = middle + 1
@@ -212,9 +212,9 @@ def least(stock: Stock, num_slots: int, field: int, limit: Fraction) -> Fraction
 def bound_of(stock: Stock, num_slots: int, assignment: Assignment) -> int:
     """FLOPs below which no longest load can be proved to lie, elements at most those of 1.15 floors or as assigned."""
     longest, numel = max(assignment.flops.values()), max(assignment.numel.values())
-    bound = lower_bound([weight.flops for weight, count in stock for _ in range(count)], num_slots)
+    bound = lower_bound([cost.flops for cost, count in stock for _ in range(count)], num_slots)
     cap = max(numel, math.floor(MAX_NUMEL * floor_of(stock, num_slots, 1)))
-    return longest if fits(stock, num_slots, Weight(longest - 1, cap)) is False else bound
+    return longest if fits(stock, num_slots, Cost(longest - 1, cap)) is False else bound
 
 
 def measure(case: Case, num_repeats: int = 5) -> dict[str, Any]:

@@ -6,8 +6,8 @@ on every rank and in every run, whatever their order, and slot k holds the same 
 The longest load comes first: everybody waits for it in each step. The elements of a slot, which are memory, may reach
 1.15 of their floor, the larger of the mean and the largest parameter; within that they only break ties.
 
-1. A model has few distinct weights, (FLOPs, elements) of a parameter, each many times. So the search knows no names:
-   what a slot holds is a share, a tuple of weights, and equal shares are counted, not listed.
+1. A model has few distinct costs, (FLOPs, elements) of a parameter, each many times. So the search knows no names:
+   what a slot holds is a share, a tuple of costs, and equal shares are counted, not listed.
 2. Longest first: the costliest parameter goes to the least loaded slot that has room. Several caps on the elements
    are tried, since a tight one can force costly matrices together; the one whose worse ratio is best is kept.
 3. Exchanges: the slot with the longest load gives up to four parameters to a less loaded one for up to four of its,
@@ -39,7 +39,7 @@ ENOUGH = Fraction(1001, 1000)
 """A largest sum this near to its floor isn't searched any lower."""
 
 MAX_EXCHANGED, MAX_PARTS, MAX_LOOKS = 4, 400, 200_000
-"""Bounds on the search: weights that go one way in an exchange, ways to choose them, looks in all."""
+"""Bounds on the search: costs that go one way in an exchange, ways to choose them, looks in all."""
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +50,7 @@ class Owner:
     shard: int
 
 
-class Weight(NamedTuple):
+class Cost(NamedTuple):
     """What a parameter costs its owner: FLOPs of Newton-Schulz in a step, and elements to keep."""
 
     flops: int
@@ -58,14 +58,14 @@ class Weight(NamedTuple):
 
 
 FIELDS = FLOPS, NUMEL = 0, 1
-"""The fields of a weight, for what treats both alike."""
+"""The fields of a cost, for what treats both alike."""
 
 
 class Share(NamedTuple):
-    """What one slot holds, or a part of that: the sum of its weights, then these, costliest first."""
+    """What one slot holds, or a part of that: the sum of its costs, then these, costliest first."""
 
-    total: Weight
-    weights: tuple[Weight, ...]
+    total: Cost
+    costs: tuple[Cost, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Assignment:
     owners: dict[str, Owner]
     flops: dict[Owner, int]
     numel: dict[Owner, int]
-    largest: Weight
+    largest: Cost
 
     @property
     def imbalance(self) -> float:
@@ -136,20 +136,18 @@ def assign(
         splits: row sizes of those parameters whose rows are several matrices; see `newton_schulz_flops`.
     """
     splits = splits or {}
-    names: dict[Weight, list[str]] = {}
+    names: dict[Cost, list[str]] = {}
     for name, shape in sorted(shapes.items()):
-        weight = Weight(newton_schulz_flops(shape, splits.get(name, ())), math.prod(shape))
-        names.setdefault(weight, []).append(name)
-    shares = _balance(
-        [weight for weight in sorted(names, reverse=True) for _ in names[weight]], num_replicate * num_shard
-    )
+        cost = Cost(newton_schulz_flops(shape, splits.get(name, ())), math.prod(shape))
+        names.setdefault(cost, []).append(name)
+    shares = _balance([cost for cost in sorted(names, reverse=True) for _ in names[cost]], num_replicate * num_shard)
     by_slot = [slot_owner(slot, num_replicate) for slot in range(len(shares))]
     slots = _deal(names, shares)
     return Assignment(
         owners={name: by_slot[slots[name]] for name in shapes},
         flops={owner: share.total.flops for owner, share in zip(by_slot, shares, strict=True)},
         numel={owner: share.total.numel for owner, share in zip(by_slot, shares, strict=True)},
-        largest=Weight(*(max((weight[field] for weight in names), default=0) for field in FIELDS)),
+        largest=Cost(*(max((cost[field] for cost in names), default=0) for field in FIELDS)),
     )
 
 
@@ -164,15 +162,15 @@ def lower_bound(amounts: Iterable[int], num_slots: int) -> int:
     return max(-(-sums[-1] // num_slots), max(together, default=0))
 
 
-def _balance(weights: list[Weight], num_slots: int) -> list[Share]:
-    """The share of each slot, heaviest first. `weights` are those of all parameters, costliest first."""
-    if not weights:
+def _balance(costs: list[Cost], num_slots: int) -> list[Share]:
+    """The share of each slot, heaviest first. `costs` are those of all parameters, costliest first."""
+    if not costs:
         return [_share(())] * num_slots
-    amounts = [[weight[field] for weight in weights] for field in FIELDS]
+    amounts = [[cost[field] for cost in costs] for field in FIELDS]
     floors = [max(Fraction(sum(amount), num_slots), Fraction(max(amount))) for amount in amounts]
     enough = [max(math.floor(ENOUGH * floors[field]), lower_bound(amounts[field], num_slots)) for field in FIELDS]
     caps = [*(math.floor(slack * floors[NUMEL]) for slack in MEMORY_SLACKS), sum(amounts[NUMEL])]
-    tried = [_longest_first(weights, num_slots, cap) for cap in caps]
+    tried = [_longest_first(costs, num_slots, cap) for cap in caps]
     shares = min(tried, key=lambda shares: max(_most(shares, field) / floors[field] for field in FIELDS))
 
     cap = max(caps[0], _most(shares, NUMEL))
@@ -185,29 +183,29 @@ def _balance(weights: list[Weight], num_slots: int) -> list[Share]:
             return sorted(shares.elements(), reverse=True)
 
 
-def _longest_first(weights: list[Weight], num_slots: int, cap: int) -> Counter[Share]:
+def _longest_first(costs: list[Cost], num_slots: int, cap: int) -> Counter[Share]:
     """`cap` bounds the elements of a slot as long as any slot has room for the next parameter."""
-    held: list[list[Weight]] = [[] for _ in range(num_slots)]
+    held: list[list[Cost]] = [[] for _ in range(num_slots)]
     roomy = [(0, 0, slot) for slot in range(num_slots)]  # FLOPs, elements, slot
     full: list[tuple[int, int, int]] = []  # elements, FLOPs, slot
     num_looks = 0
-    for weight in weights:
+    for cost in costs:
         # What had no room for a parameter can have some for a smaller one.
-        while full and full[0][0] + weight.numel <= cap:
+        while full and full[0][0] + cost.numel <= cap:
             numel, flops, slot = heapq.heappop(full)
             heapq.heappush(roomy, (flops, numel, slot))
-        while roomy and roomy[0][1] + weight.numel > cap and num_looks < MAX_LOOKS:
+        while roomy and roomy[0][1] + cost.numel > cap and num_looks < MAX_LOOKS:
             flops, numel, slot = heapq.heappop(roomy)
             heapq.heappush(full, (numel, flops, slot))
             num_looks += 1
         if roomy:
             flops, numel, slot = roomy[0]
-            heapq.heapreplace(roomy, (flops + weight.flops, numel + weight.numel, slot))
+            heapq.heapreplace(roomy, (flops + cost.flops, numel + cost.numel, slot))
         else:
             # No slot has room: the emptiest one, or the cap itself would pile matrices up.
             numel, flops, slot = full[0]
-            heapq.heapreplace(full, (numel + weight.numel, flops + weight.flops, slot))
-        held[slot].append(weight)
+            heapq.heapreplace(full, (numel + cost.numel, flops + cost.flops, slot))
+        held[slot].append(cost)
     return Counter(map(_share, held))
 
 
@@ -233,8 +231,8 @@ class _Search:
             count = min(changed[high], changed[low])
             for share, loses, gains in ((high, given, taken), (low, taken, given)):
                 changed[share] -= count
-                kept = Counter(share.weights) - Counter(loses.weights)
-                changed[_share((*kept.elements(), *gains.weights))] += count
+                kept = Counter(share.costs) - Counter(loses.costs)
+                changed[_share((*kept.elements(), *gains.costs))] += count
             changed = +changed  # without shares that no slot holds any more
 
     def _best_swap(self, high: Share, low: Share, field: int, cap: int) -> tuple[Share, Share, Share] | None:
@@ -260,35 +258,35 @@ class _Search:
         return best and (low, best[2], best[3])
 
     def _parts_of(self, share: Share) -> list[Share]:
-        """All choices of up to MAX_EXCHANGED weights of a share, none included; of fewer if more than MAX_PARTS."""
+        """All choices of up to MAX_EXCHANGED costs of a share, none included; of fewer if more than MAX_PARTS."""
         if share not in self._parts:
-            counts = Counter(share.weights)
+            counts = Counter(share.costs)
             size = MAX_EXCHANGED
             while size > 1 and math.comb(len(counts) + size, size) > MAX_PARTS:
                 size -= 1
             choices = (part for num in range(size + 1) for part in combinations_with_replacement(counts, num))
-            parts = (part for part in choices if all(part.count(weight) <= counts[weight] for weight in part))
+            parts = (part for part in choices if all(part.count(cost) <= counts[cost] for cost in part))
             self._parts[share] = sorted(map(_share, parts))
             self.num_looks += len(self._parts[share])
         return self._parts[share]
 
 
-def _deal(names: Mapping[Weight, list[str]], shares: list[Share]) -> dict[str, int]:
-    """The slot of each name: consecutive names of a weight to consecutive slots that hold it."""
-    places: dict[Weight, list[tuple[int, int]]] = {weight: [] for weight in names}
+def _deal(names: Mapping[Cost, list[str]], shares: list[Share]) -> dict[str, int]:
+    """The slot of each name: consecutive names of a cost to consecutive slots that hold it."""
+    places: dict[Cost, list[tuple[int, int]]] = {cost: [] for cost in names}
     for slot, share in enumerate(shares):
-        for weight, count in Counter(share.weights).items():
-            places[weight] += ((turn, slot) for turn in range(count))
+        for cost, count in Counter(share.costs).items():
+            places[cost] += ((turn, slot) for turn in range(count))
     return {
         name: slot
-        for weight, of_weight in names.items()
-        for name, (_, slot) in zip(of_weight, sorted(places[weight]), strict=True)
+        for cost, of_cost in names.items()
+        for name, (_, slot) in zip(of_cost, sorted(places[cost]), strict=True)
     }
 
 
-def _share(weights: Iterable[Weight]) -> Share:
-    held = tuple(sorted(weights, reverse=True))
-    return Share(Weight(sum(weight.flops for weight in held), sum(weight.numel for weight in held)), held)
+def _share(costs: Iterable[Cost]) -> Share:
+    held = tuple(sorted(costs, reverse=True))
+    return Share(Cost(sum(cost.flops for cost in held), sum(cost.numel for cost in held)), held)
 
 
 def _most(shares: Iterable[Share], field: int) -> int:

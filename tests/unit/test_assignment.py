@@ -35,7 +35,7 @@ from benchmarks.assignment import (
     verdict,
 )
 from dmuon import assignment
-from dmuon.assignment import Owner, Weight, assign, lower_bound, newton_schulz_flops, slot_owner
+from dmuon.assignment import Cost, Owner, assign, lower_bound, newton_schulz_flops, slot_owner
 from models.llama.sizes import FLAVORS
 
 ROOT = Path(__file__).parents[2]
@@ -43,11 +43,11 @@ ROOT = Path(__file__).parents[2]
 
 def every_choice(shapes: Shapes, num_slots: int) -> set[tuple[int, int]]:
     """(longest load, most elements) of every assignment there is."""
-    weights = [(newton_schulz_flops(shape), math.prod(shape)) for shape in shapes.values()]
+    costs = [(newton_schulz_flops(shape), math.prod(shape)) for shape in shapes.values()]
     found = set()
-    for slots in itertools.product(range(num_slots), repeat=len(weights)):
+    for slots in itertools.product(range(num_slots), repeat=len(costs)):
         sums = [[0, 0] for _ in range(num_slots)]
-        for slot, (flops, numel) in zip(slots, weights, strict=True):
+        for slot, (flops, numel) in zip(slots, costs, strict=True):
             sums[slot][0] += flops
             sums[slot][1] += numel
         found.add((max(flops for flops, _ in sums), max(numel for _, numel in sums)))
@@ -109,7 +109,7 @@ def test_ratios_are_over_the_larger_of_mean_and_largest() -> None:
     result = assign({"a": (8, 8), "b": (8, 8), "c": (8, 8)}, 1, 2)
     assert result.imbalance == result.numel_imbalance == pytest.approx(4 / 3)
     result = assign({"costly": (9, 9), "wide": (1, 200)}, 1, 1)
-    assert result.largest == Weight(newton_schulz_flops((9, 9)), 200)
+    assert result.largest == Cost(newton_schulz_flops((9, 9)), 200)
     result = assign({"costly": (9, 9), "wide": (1, 200)}, 1, 4)
     assert result.imbalance == result.numel_imbalance == 1.0
 
@@ -178,7 +178,7 @@ def test_aims_are_met_where_that_is_possible(case: Case) -> None:
     assert max(result.numel.values()) <= cap
     if longest > Fraction(103, 100) * floor:
         assert (case.model, case.num_slots) == ("Llama 3 8B", 64)
-        assert fits(stock, case.num_slots, Weight(math.floor(Fraction(103, 100) * floor), cap)) is False
+        assert fits(stock, case.num_slots, Cost(math.floor(Fraction(103, 100) * floor), cap)) is False
     # The longest load is the shortest possible in any case.
     assert bound_of(stock, case.num_slots, result) == longest
 
@@ -188,8 +188,8 @@ def test_llama_8b_on_64_slots_can_have_either_aim() -> None:
     stock = stock_of(AIMED_AT[0])
     load, numel = (floor_of(stock, 64, field) for field in (0, 1))
     most_flops = math.floor(Fraction(103, 100) * load)
-    assert fits(stock, 64, Weight(most_flops, math.ceil(Fraction(1154, 1000) * numel)))
-    assert not fits(stock, 64, Weight(most_flops, math.floor(Fraction(1153, 1000) * numel)))
+    assert fits(stock, 64, Cost(most_flops, math.ceil(Fraction(1154, 1000) * numel)))
+    assert not fits(stock, 64, Cost(most_flops, math.floor(Fraction(1153, 1000) * numel)))
     assert float(least(stock, 64, 0, Fraction(115, 100))) == pytest.approx(1.0342, abs=5e-5)
 
 
@@ -226,9 +226,9 @@ def test_small_cases_against_every_choice() -> None:
     for shapes, num_slots in small_cases():
         choices = every_choice(shapes, num_slots)
         stock = stock_of(Case("", num_slots, shapes))
-        weights = [weight for weight, count in stock for _ in range(count)]
+        costs = [cost for cost, count in stock for _ in range(count)]
         for field in (0, 1):
-            bound = lower_bound((weight[field] for weight in weights), num_slots)
+            bound = lower_bound((cost[field] for cost in costs), num_slots)
             assert bound <= min(choice[field] for choice in choices)
         result = assign(shapes, 1, num_slots)
         longest, numel = max(result.flops.values()), max(result.numel.values())
@@ -248,7 +248,7 @@ def test_exhaustive_search_against_every_choice() -> None:
         stock = stock_of(Case("", num_slots, shapes))
         choices = every_choice(shapes, num_slots)
         for flops, numel in sorted(choices):
-            for limits in (Weight(flops, numel), Weight(flops - 1, numel), Weight(flops, numel - 1)):
+            for limits in (Cost(flops, numel), Cost(flops - 1, numel), Cost(flops, numel - 1)):
                 possible = any(f <= limits.flops and n <= limits.numel for f, n in choices)
                 answer = fits(stock, num_slots, limits)
                 assert answer is possible
