@@ -36,7 +36,7 @@ from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
 from models.llama.sizes import FLAVORS
 
-NUM_STEPS, WARMUP_STEPS = 2, 4
+NUM_STEPS, WARMUP_STEPS = 2, 4  # one step more is recorded: what is measured ends with a forward
 Interval = tuple[float, float]  # microseconds
 Intervals = dict[str, list[Interval]]
 
@@ -56,6 +56,7 @@ def main() -> None:
     trace = _trace_cuda if torch.cuda.is_available() else _trace_cpu
     intervals = trace(model, step)
     if dist.get_rank() == 0:
+        intervals = _whole_steps(intervals)
         share = {kind: _summary(intervals[kind], intervals) for kind in intervals if kind in TRANSFERS}
         line = record("overlap", mesh={"replicate": degrees[0], "shard": degrees[1]}, hidden=share)
         print(json.dumps(line))
@@ -84,19 +85,18 @@ def _set_up(overrides: list[str]) -> tuple[nn.Module, Callable[[], None], tuple[
 
     def step() -> None:
         with record_function("forward"):
-            value = loss(model(tokens_BS), tokens_BS)
-        with record_function("backward"):
-            (value / tokens_BS.numel()).backward()
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
+            logits_BSV = model(tokens_BS)
+        (loss(logits_BSV, tokens_BS) / tokens_BS.numel()).backward()
+        del logits_BSV
+        optimizer.step()
+        optimizer.zero_grad()
 
     return model, step, degrees
 
 
 def _trace_cuda(model: nn.Module, step: Callable[[], None]) -> Intervals:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
+        for _ in range(NUM_STEPS + 1):
             step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -110,8 +110,8 @@ def _trace_cuda(model: nn.Module, step: Callable[[], None]) -> Intervals:
     for event in events:
         if event.get("cat") == "kernel":
             kind = _kind(event["name"], replicated)
-        elif event.get("cat") == "gpu_user_annotation" and event["name"] in ("forward", "backward", "optimizer"):
-            kind = event["name"]
+        elif event.get("cat") == "gpu_user_annotation" and event["name"] == "forward":
+            kind = "forward"
         else:
             continue
         intervals.setdefault(kind, []).append((event["ts"], event["ts"] + event["dur"]))
@@ -155,28 +155,38 @@ def _trace_cpu(model: nn.Module, step: Callable[[], None]) -> Intervals:
     record_axis(runtime.axes.replicate, "broadcast", "publish")
     record_axis(runtime.axes.replicate, "reduce", "column reduce")
     for unit in runtime.units:
-        _record_compute(unit.boundaries[0], add)
-    for _ in range(NUM_STEPS):
-        begin = time.perf_counter()
+        _record_compute("compute", unit.boundaries[0], add)
+    _record_compute("forward", model, add)
+    for _ in range(NUM_STEPS + 1):
         step()
-        add("step", begin)
     dist.barrier()
     return _merged(intervals)
 
 
-def _record_compute(block: nn.Module, add: Callable[[str, float], None]) -> None:
+def _record_compute(kind: str, module: nn.Module, add: Callable[[str, float], None]) -> None:
+    """Records a module's forwards as `kind`; and of "compute" backwards too."""
     began = {"forward": 0.0, "backward": 0.0}
 
     def begin(phase: str) -> Callable[..., None]:
         return lambda *_: began.update({phase: time.perf_counter()})
 
     def end(phase: str) -> Callable[..., None]:
-        return lambda *_: add("compute", began[phase])
+        return lambda *_: add(kind, began[phase])
 
-    block.register_forward_pre_hook(begin("forward"))
-    block.register_forward_hook(end("forward"), prepend=True)
-    block.register_full_backward_pre_hook(begin("backward"))
-    block.register_full_backward_hook(end("backward"))
+    module.register_forward_pre_hook(begin("forward"))
+    module.register_forward_hook(end("forward"), prepend=True)
+    if kind == "compute":
+        module.register_full_backward_pre_hook(begin("backward"))
+        module.register_full_backward_hook(end("backward"))
+
+
+def _whole_steps(intervals: Intervals) -> Intervals:
+    """From the end of the first forward to the end of the last: each publish with the forward that it hides behind."""
+    first, *_, last = intervals["forward"]
+    return {
+        kind: [(begin - first[1], end - first[1]) for begin, end in spans if first[1] <= begin < last[1]]
+        for kind, spans in intervals.items()
+    }
 
 
 def _merged(intervals: Intervals) -> Intervals:
@@ -221,11 +231,7 @@ def plot(target: Path, sources: list[Path]) -> None:
     runs: list[dict[str, Any]] = [json.loads(source.read_text()) for source in sources]
     figure, axes = pyplot.subplots(len(runs), 1, figsize=(12, 2.2 * len(runs)), squeeze=False)
     for panel, run in zip(axes[:, 0], runs, strict=True):
-        kinds = [
-            kind
-            for kind in ("forward", "backward", "optimizer", "step", "compute", *TRANSFERS)
-            if kind in run["intervals"]
-        ]
+        kinds = [kind for kind in ("forward", "compute", *TRANSFERS) if kind in run["intervals"]]
         for row, kind in enumerate(kinds):
             bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in run["intervals"][kind]]
             panel.broken_barh(bars, (-row - 0.4, 0.8), color=f"C{row}")

@@ -106,7 +106,7 @@ class Runtime:
         if self._prepare is not None:
             self._prepare(self)
             self._prepare = None
-            self.publish(wait=False)
+            self.publish()
         recomputing = in_backward()
         if self._in_backward and not recomputing:
             self._reset_after_failure()
@@ -245,7 +245,7 @@ class Runtime:
         for unit in self.units:
             unit.reshard()
 
-    def publish(self, *, wait: bool) -> None:
+    def publish(self) -> None:
         """After masters changed: renews the compute copies and sends them along the owner columns, in forward order."""
         self.is_filled = True
         if self._prepare is not None:
@@ -255,8 +255,6 @@ class Runtime:
             for section in unit.sections:
                 section.refresh_compute()
                 section.publish()
-        if wait:
-            self.wait_publish()
 
     def wait_publish(self) -> None:
         """Afterwards no collective reads or writes any weights."""

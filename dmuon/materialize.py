@@ -44,7 +44,7 @@ def materialize(model: nn.Module, init: RowInit, device: torch.device | str) -> 
                 replaced[held] = _filled(held, name, init, torch.device(device))
             module.register_parameter(attribute, replaced[held])
     if runtime is not None:
-        runtime.publish(wait=True)
+        runtime.publish()
 
 
 def _filled(param: nn.Parameter, name: str, init: RowInit, device: torch.device) -> nn.Parameter:

@@ -152,9 +152,13 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["kind"] == MUON:
                 self._muon_step(group)
-            else:
+        # Before AdamW, beside which the first units travel already.
+        self._runtime.publish()
+        for group in self.param_groups:
+            if group["kind"] == ADAMW:
                 adamw_step(group, self.state)
-        self._runtime.publish(wait=not self._replicate_async)
+        if not self._replicate_async:
+            self._runtime.wait_publish()
         return loss
 
     def _check_parameters(self) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from dmuon.collectives import Wait, nothing
 from dmuon.parameter import DedicatedParameter
 from dmuon.section import Section, aligned
-from dmuon.torch_internals import foreach_copy_
 
 
 class GradientLayout:
@@ -25,51 +24,48 @@ class GradientLayout:
         self.sections = list(sections)
         self.section_sizes = [section.numel + section.num_flags for section in sections]
         self.numel = sum(self.section_sizes)
-        self._sizes: list[int] = []
-        self._pieces: dict[DedicatedParameter, int] = {}
-        self._flags: list[int] = []
-        self._has_gaps = False
-        for section in sections:
-            for param in section.params:
-                gap = aligned(param.numel) - param.numel
-                self._pieces[param] = len(self._sizes)
-                self._sizes += [param.numel, gap] if gap else [param.numel]
-                self._has_gaps |= gap > 0
-            if section.num_flags:
-                self._flags.append(len(self._sizes))
-                self._sizes.append(section.num_flags)
-        self._ones: list[Tensor] = []
+        self._params = [param for section in sections for param in section.params]
+        self._constants: dict[tuple[float, ...], Tensor] = {}
+        # What a buffer is made of where every parameter has a gradient: parameters, and constants between them.
+        self._complete: list[DedicatedParameter | Tensor] = []
 
     def fill(self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer with the gradients there are, and a flag for each; what is missing is zero."""
-        present = [param for param in self._pieces if param in grads]
-        complete = len(present) == len(self._pieces)
-        buffer = (torch.empty if complete and not self._has_gaps else torch.zeros)(
-            self.numel, dtype=dtype, device=device
-        )
-        pieces = buffer.split(self._sizes)
-        targets = [pieces[self._pieces[param]] for param in present]
-        sources = [grads[param].reshape(-1) for param in present]
-        if self._flags and complete:
-            self._ones = self._ones or [torch.ones_like(pieces[index]) for index in self._flags]
-            targets += [pieces[index] for index in self._flags]
-            sources += self._ones
-        elif self._flags:
-            for index, section in zip(self._flags, self.sections, strict=True):
-                used = torch.tensor([float(param in grads) for param in section.params])
-                pieces[index][: len(used)].copy_(used)
-        if targets:
-            foreach_copy_(targets, sources)
-        return buffer
+        if all(param in grads for param in self._params):
+            self._complete = self._complete or self._pieces(grads, dtype, device)
+            pieces = self._complete
+        else:
+            pieces = self._pieces(grads, dtype, device)
+        flat = [piece if isinstance(piece, Tensor) else grads[piece].reshape(-1) for piece in pieces]
+        # One pass over all of them.
+        return torch.cat(flat, out=torch.empty(self.numel, dtype=dtype, device=device))
 
-    def flags(self, buffer: Tensor) -> Tensor:
-        """Those of the only section of a layout."""
-        return buffer[self.numel - self.sections[0].num_flags :]
+    def _pieces(
+        self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> list[DedicatedParameter | Tensor]:
+        pieces: list[DedicatedParameter | Tensor] = []
+        for section in self.sections:
+            for param in section.params:
+                gap = aligned(param.numel) - param.numel
+                pieces.append(param if param in grads else torch.zeros(param.numel, dtype=dtype, device=device))
+                pieces += [self._constant((0.0,) * gap, dtype, device)] if gap else []
+            if section.num_flags:
+                used = tuple(float(param in grads) for param in section.params)
+                padding = (0.0,) * (section.num_flags - len(used))
+                pieces.append(self._constant(used + padding, dtype, device))
+        return pieces
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The gradient of each parameter, in order, in its shape."""
-        pieces = buffer.split(self._sizes)
-        return [pieces[index].view(param.local_shape) for param, index in self._pieces.items()]
+    def _constant(self, values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A small tensor that stays on the device: which parameters are used changes rarely."""
+        if values not in self._constants:
+            self._constants[values] = torch.tensor(values, dtype=dtype, device=device)
+        return self._constants[values]
+
+    def used_by_any(self, buffer: Tensor) -> list[bool]:
+        """Of the only section of a layout, after the reduction. Reads the device."""
+        (section,) = self.sections
+        flags = buffer[section.numel :].tolist()
+        return [flag > 0 for flag in flags[: len(section.params)]] if flags else [False] * len(section.params)
 
 
 class Reduction:
@@ -123,13 +119,16 @@ class Reduction:
         self.wait()
         if self._owned.sections:
             (section,) = self._owned.sections
-            # An owner that has used a parameter itself need not read the flag, which would make the host wait.
-            flags = self._owned.flags(self._buffers[-1])
-            used = [p in self._used or (flags.numel() and flags[i].item() > 0) for i, p in enumerate(section.params)]
+            params = section.params
+            if not all(param in self._used for param in params):
+                # Others may have used what this rank did not. Only then the flags are read, for the host waits.
+                flags = self._owned.used_by_any(self._buffers[-1])
+                params = [p for p, used in zip(params, flags, strict=True) if used or p in self._used]
             mean = self._buffers[-1].div_(section.axes.world_size).float()
-            for param, grad, is_used in zip(section.params, self._owned.views(mean), used, strict=True):
-                if not (is_used and param.master.requires_grad):
+            for param in params:
+                if not param.master.requires_grad:
                     continue
+                grad = param.view(mean)
                 if param.master.grad is None:
                     param.master.grad = grad
                 else:

@@ -64,7 +64,7 @@ def set_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, st
             group.update(loaded[PARAM_GROUPS].get(str(index), {}))
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.publish(wait=True)
+        runtime.publish()
 
 
 def _named_held(model: nn.Module) -> dict[str, nn.Parameter]:

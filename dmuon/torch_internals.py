@@ -42,10 +42,6 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, dtype=torch.float64))
 
 
-def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    torch._foreach_copy_(tensors, sources)
-
-
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
     torch._foreach_lerp_(tensors, ends, weight)
 
