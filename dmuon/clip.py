@@ -5,14 +5,17 @@ Shape legend: R rows of a parameter's dim 0, K elements of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dmuon.collectives import Axis
 from dmuon.determinism import ReplicateRows, is_deterministic, replicate_rows
 from dmuon.hooks import find_runtime, reshard
-from dmuon.muon import local
+from dmuon.parameter import local
 from dmuon.torch_internals import foreach_mul_, foreach_norm, is_dedicated, local_shard
 
 POLICIES = ("all", "symmetric", "none")
@@ -67,29 +70,35 @@ def _squared_norm(model: nn.Module) -> Tensor:
 
 
 class _Counted:
-    """Which of the ranks that hold the same values counts them: the first."""
+    """Which of the ranks that hold the same values counts them: the first along each axis that repeats them."""
 
     def __init__(self, model: nn.Module) -> None:
+        runtime = find_runtime(model)
+        self._tp = None if runtime is None else runtime.axes.tp
         self._rows = replicate_rows(model)
-        self._is_first: dict[tuple[int, tuple[object, ...]], bool] = {}
+        self._is_first: dict[tuple[object, ...], bool] = {}
 
     def here(self, param: nn.Parameter) -> bool:
+        dedicated = is_dedicated(param)
         if not isinstance(param, DTensor):
-            return is_dedicated(param) or not dist.is_initialized() or dist.get_rank() == 0
-        key = (id(param.device_mesh), param.placements)
+            if dedicated:
+                return self._tp is None or self._tp.index == 0
+            return not dist.is_initialized() or dist.get_rank() == 0
+        key = (id(param.device_mesh), param.placements, dedicated)
         if key not in self._is_first:
-            self._is_first[key] = _is_first(param, self._rows)
+            # A dedicated parameter has its gradient in one replicate row, its owner's.
+            self._is_first[key] = _is_first(param, [self._tp] if dedicated else [self._tp, self._rows])
         return self._is_first[key]
 
 
-def _is_first(param: DTensor, rows: ReplicateRows | None) -> bool:
+def _is_first(param: DTensor, axes: Sequence[Axis | ReplicateRows | None]) -> bool:
+    """`axes`: those that the parameter's mesh may know nothing of, such as the rows of FSDP2 on the shard axis alone."""
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None
     first = all(index == 0 for index, place in zip(coordinate, param.placements, strict=True) if place == Replicate())
-    # FSDP2 on the shard axis alone: its mesh doesn't know that other rows hold the same.
-    if rows is not None and not set(rows.ranks) <= set(param.device_mesh.mesh.flatten().tolist()):
-        return first and rows.index == 0
-    return first
+    known = set(param.device_mesh.mesh.flatten().tolist())
+    unknown = [axis for axis in axes if axis is not None and not set(axis.ranks) <= known]
+    return first and all(axis.index == 0 for axis in unknown)
 
 
 def _square(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor:
@@ -178,7 +187,7 @@ def _world_size(model: nn.Module) -> int:
     """Ranks that hold parts of this model; they must be the default group, as the meshes of one job are."""
     runtime = find_runtime(model)
     if runtime is not None:
-        return runtime.axes.world_size
+        return runtime.axes.world_size * (1 if runtime.axes.tp is None else runtime.axes.tp.size)
     sharded = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
     if sharded is None:
         return 1

@@ -80,11 +80,14 @@ class Axis:
 
 
 class DataParallelAxes:
-    """The (replicate, shard) axes, this rank's place on them, and who owns what from here."""
+    """The (replicate, shard) axes and this rank's place on them; and the tp axis, where parameters are cut over one."""
 
-    def __init__(self, shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None = None
+    ) -> None:
         self.shard = Axis(shard_mesh)
         self.replicate = Axis(replicate_mesh)
+        self.tp = None if tp_mesh is None else Axis(tp_mesh)
         self.world_size = self.shard.size * self.replicate.size
         self.index = self.replicate.index * self.shard.size + self.shard.index
         # Only where both axes communicate does one collective have to wait for another one.

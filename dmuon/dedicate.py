@@ -15,7 +15,7 @@ from dmuon.assignment import assign, newton_schulz_flops
 from dmuon.collectives import DataParallelAxes
 from dmuon.determinism import apply_fixed_tree, is_deterministic
 from dmuon.hooks import Runtime, attach_runtime, find_runtime
-from dmuon.parameter import DedicatedParameter
+from dmuon.parameter import DedicatedParameter, local, tensor_parallel_slice
 from dmuon.plan import Plan, PlanEntry
 from dmuon.precision import policies, unit_dtypes
 from dmuon.selection import (
@@ -78,7 +78,7 @@ def dedicate_params(
     _check_model(model)
     chosen, symmetric = select(candidates(model, hook_boundary_predicate), predicate, hook_boundary_strict)
     splits = resolve_splits(chosen, split)
-    axes = DataParallelAxes(shard_mesh, replicate_mesh)
+    axes = DataParallelAxes(shard_mesh, replicate_mesh, _tp_mesh(model, [shard_mesh, replicate_mesh]))
     shapes = {candidate.name: tuple(candidate.param.shape) for candidate in chosen}
     assignment = assign(shapes, axes.replicate.size, axes.shard.size, splits)
     dedicated = {
@@ -86,10 +86,11 @@ def dedicate_params(
             c.name,
             c.places,
             c.param.shape,
-            c.param.shape,
+            local(c.param).shape,
             assignment.owners[c.name],
             c.param.dtype,
             splits.get(c.name, ()),
+            tensor_parallel_slice(c.name, c.param, splits.get(c.name, ())),
         )
         for c in chosen
     }
@@ -154,14 +155,29 @@ def _check_model(model: nn.Module) -> None:
         if find_runtime(module) is not None:
             what = f"its module {name}" if name else "this model"
             raise ValueError(f"dedicate_params was called on {what} before: call it once, on the whole model")
-    sharded = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"{sharded} is sharded already: call dedicate_params before fully_shard"
-            if any(isinstance(module, FSDPModule) for module in model.modules())
-            else f"{sharded} is a DTensor: dmuon does not compose with tensor parallelism yet; dedicate models whose "
-            "parameters are plain tensors"
-        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        sharded = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+        if sharded:
+            raise ValueError(f"{sharded[0]} is sharded already: call dedicate_params before fully_shard")
+
+
+def _tp_mesh(model: nn.Module, data_parallel: Sequence[DeviceMesh | None]) -> DeviceMesh | None:
+    """The axis on which `parallelize_module` has put parameters, if it has."""
+    ranks = {rank for mesh in data_parallel if mesh is not None for rank in mesh.mesh.flatten().tolist()}
+    found: DeviceMesh | None = None
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            continue
+        mesh = param.device_mesh
+        if mesh.ndim != 1 or len(ranks & set(mesh.mesh.flatten().tolist())) > 1:
+            raise ValueError(
+                f"{name} is a DTensor on the axes {mesh.mesh_dim_names}: dedicate_params takes the data-parallel axes, "
+                "and parameters may lie on one axis besides these, the tp axis, by parallelize_module"
+            )
+        if found is not None and mesh != found:
+            raise ValueError(f"{name} is a DTensor on another tp axis than the parameters before it")
+        found = mesh
+    return found
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -195,7 +211,7 @@ def _fill_masters(chosen: Sequence[Candidate], dedicated: dict[str, DedicatedPar
     for candidate in chosen:
         master = dedicated[candidate.name].master
         if master.device.type != "meta" and candidate.param.device.type != "meta":
-            master.copy_(candidate.param)
+            local(master).copy_(local(candidate.param))
 
 
 def _prepare(model: nn.Module, runtime: Runtime) -> None:

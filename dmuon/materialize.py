@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dmuon.hooks import find_runtime
+from dmuon.parameter import local
 from dmuon.selection import clean_name
 from dmuon.torch_internals import local_shard
 
@@ -32,8 +33,7 @@ def materialize(model: nn.Module, init: RowInit, device: torch.device | str) -> 
             for param in unit.params:
                 dedicated[param.master] = param
                 if param.master.device.type != "meta":
-                    shape = param.logical_shape
-                    param.master.copy_(init(param.name, shape, 0, shape[0]))
+                    local(param.master).copy_(_local_values(param.master, param.name, init))
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for attribute, held in list(module.named_parameters(recurse=False)):
@@ -48,15 +48,25 @@ def materialize(model: nn.Module, init: RowInit, device: torch.device | str) -> 
 
 
 def _filled(param: nn.Parameter, name: str, init: RowInit, device: torch.device) -> nn.Parameter:
+    values = _local_values(param, name, init).to(device, param.dtype, copy=True)
+    if isinstance(param, DTensor):
+        values = DTensor.from_local(
+            values.contiguous(),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    return nn.Parameter(values, requires_grad=param.requires_grad)
+
+
+def _local_values(param: Tensor, name: str, init: RowInit) -> Tensor:
+    """What `init` says of this rank's part of a parameter, or of all of it."""
     if not isinstance(param, DTensor):
-        values = init(name, param.shape, 0, param.shape[0])
-        return nn.Parameter(values.to(device, param.dtype), requires_grad=param.requires_grad)
+        return init(name, param.shape, 0, param.shape[0])
     shape, offset = local_shard(param)
     rows = init(name, param.shape, offset[0], offset[0] + shape[0]) if shape[0] else torch.empty(shape)
     for dim in range(1, rows.ndim):
         rows = rows.narrow(dim, offset[dim], shape[dim])
-    local = rows.to(device, param.dtype, copy=True).contiguous()
-    sharded = DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+    return rows

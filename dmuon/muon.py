@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.accumulate import discard_accumulated
 from dmuon.hooks import find_runtime, reshard
 from dmuon.newton_schulz import Coefficients, orthogonalize, resolve_dtype
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
+from dmuon.parameter import local
 from dmuon.torch_internals import foreach_lerp_
 
 MOMENTUM = "momentum_buffer"
@@ -323,11 +323,6 @@ def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]]) -> No
         eps=group["eps"],
         maximize=False,
     )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _fused(param: Tensor) -> bool:

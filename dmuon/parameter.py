@@ -10,9 +10,36 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dmuon.assignment import Owner
-from dmuon.torch_internals import mark_dedicated
+from dmuon.torch_internals import mark_dedicated, waited
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How tensor parallelism cuts a parameter: what makes a DTensor of this rank's part.
+
+    Attributes:
+        mesh: the tp axis, one-dimensional. placement: on it, `Shard(dim)` or `Replicate()`.
+        shape, stride: of the whole parameter.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def wrap(self, part: Tensor) -> DTensor:
+        return DTensor.from_local(
+            part, self.mesh, (self.placement,), run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that is cut, or None if every rank has the whole."""
+        return self.placement.dim if isinstance(self.placement, Shard) else None
 
 
 @dataclass(eq=False)
@@ -26,6 +53,7 @@ class DedicatedParameter:
             differ under tensor parallelism only.
         dtype: what the parameter had before it was dedicated.
         split: rows of each fused matrix, summing to dim 0; empty if it is not fused.
+        slice: how tensor parallelism cuts it, or None.
         offset: first element in its section's buffer.
     """
 
@@ -36,6 +64,7 @@ class DedicatedParameter:
     owner: Owner
     dtype: torch.dtype = torch.float32
     split: tuple[int, ...] = ()
+    slice: Slice | None = None
     offset: int = 0
     master: nn.Parameter = field(init=False)
     compute: nn.Parameter = field(init=False)
@@ -44,19 +73,44 @@ class DedicatedParameter:
     def numel(self) -> int:
         return self.local_shape.numel()
 
-    def set_master(self, data: Tensor | None) -> None:
-        """`data`: float32 storage on the owner, None elsewhere."""
-        if data is None:
-            data = torch.empty(self.logical_shape, dtype=torch.float32, device="meta")
-        self.master = nn.Parameter(data)
+    def set_master(self, part: Tensor | None) -> None:
+        """`part`: float32 storage of the local shape on the owner, None elsewhere."""
+        if part is None:
+            self.master = nn.Parameter(torch.empty(self.logical_shape, dtype=torch.float32, device="meta"))
+        else:
+            self.master = nn.Parameter(self._wrapped(part))
         mark_dedicated(self.master)
+
+    def set_compute(self, part: Tensor) -> None:
+        """`part`: a view of the local shape into the section's compute copy."""
+        self.compute = nn.Parameter(self._wrapped(part))
+
+    def _wrapped(self, part: Tensor) -> Tensor:
+        return part if self.slice is None else self.slice.wrap(part)
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        """This rank's part of what autograd left in `compute.grad`, in the local shape."""
+        if not isinstance(grad, DTensor):
+            return grad
+        assert self.slice is not None
+        if tuple(grad.placements) != (self.slice.placement,):
+            grad = grad.redistribute(placements=(self.slice.placement,))
+        return waited(grad.to_local())
+
+    def add_gradient(self, part: Tensor) -> None:
+        """Adds to `master.grad`, or makes it; `part` is kept."""
+        if self.master.grad is None:
+            self.master.grad = self._wrapped(part)
+        else:
+            local(self.master.grad).add_(part)
 
     def view(self, buffer: Tensor) -> Tensor:
         """This parameter's part of a flat buffer of its section."""
         return buffer[self.offset : self.offset + self.numel].view(self.local_shape)
 
     def matrices(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor of the logical shape as batches of the matrices to orthogonalise, each a [B, M, N] view."""
+        """Batches of the matrices to orthogonalise, or this rank's parts of them, each a [B, M, N] view."""
+        tensor = local(tensor)
         if tensor.ndim == 3:
             return [tensor]
         return [piece.unsqueeze(0) for piece in tensor.split(self.split)] if self.split else [tensor.unsqueeze(0)]
@@ -71,3 +125,27 @@ class DedicatedParameter:
     def is_registered(self) -> bool:
         """Whether every place still holds the master."""
         return all(module._parameters.get(attribute) is self.master for module, attribute in self.places)
+
+
+def tensor_parallel_slice(name: str, param: nn.Parameter, split: tuple[int, ...]) -> Slice | None:
+    """How `parallelize_module` has cut a parameter over the tp axis; None of a plain tensor.
+
+    Raises:
+        ValueError: it is cut in a way that ownership can't follow.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    (placement,) = param.placements
+    if not (placement.is_replicate() or type(placement) is Shard):
+        raise ValueError(f"{name} is placed as {placement} on the tp axis: it must be Shard or Replicate there")
+    if split and isinstance(placement, Shard) and placement.dim == 0:
+        raise ValueError(
+            f"{name} is cut over its rows by tensor parallelism, and split says that its rows are several matrices: "
+            "use one Linear for each of them"
+        )
+    return Slice(param.device_mesh, placement, param.shape, param.stride())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

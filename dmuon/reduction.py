@@ -128,11 +128,7 @@ class Reduction:
             for param in params:
                 if not param.master.requires_grad:
                     continue
-                grad = param.view(mean)
-                if param.master.grad is None:
-                    param.master.grad = grad
-                else:
-                    param.master.grad.add_(grad)
+                param.add_gradient(param.view(mean))
         self._buffers, self._first_stages = [], []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dmuon.assignment import Owner
 from dmuon.collectives import DataParallelAxes, Wait, nothing
@@ -56,7 +56,7 @@ class Section:
         # .data: version counters of their own, so that a refill before backward passes autograd's check.
         self.compute = flat.data
         for param in self.params:
-            param.compute = nn.Parameter(param.view(flat.data))
+            param.set_compute(param.view(flat.data))
 
     def unshard(self) -> Wait:
         """Starts filling `compute`. In the column it waits for what was published first, without holding up compute."""

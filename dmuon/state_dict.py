@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dmuon.hooks import find_runtime, reshard
-from dmuon.muon import local
+from dmuon.parameter import local
 from dmuon.selection import clean_name
 
 MODEL, OPTIMIZER, STATE, PARAM_GROUPS = "model", "optimizer", "state", "param_groups"

@@ -37,6 +37,13 @@ def local_shard(param: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is the result of a functional collective still under way."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     """2-norms, each a 0-dim float64 tensor, accumulated in float64: a float32 sum over a large matrix loses 1e-5."""
     return list(torch._foreach_norm(tensors, dtype=torch.float64))

@@ -81,7 +81,7 @@ class Unit:
         def hook_of(param: DedicatedParameter) -> Callable[[Tensor], None]:
             def take(compute: Tensor) -> None:
                 assert compute.grad is not None
-                self._grads[param] = compute.grad
+                self._grads[param] = param.local_gradient(compute.grad)
                 # Taken here, before anything can clear it: the reduction is the gradient's only reader.
                 compute.grad = None
                 if len(self._grads) == len(self.params):

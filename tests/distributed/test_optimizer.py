@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.muon import local
+from dmuon.parameter import local
 from dmuon.reference import ReferenceMuon
 from tests.distributed import models
 from tests.distributed.pool import RankPool

@@ -1,0 +1,135 @@
+"""Dedicated ownership of tensor-parallel weights: gradients, norm and weights equal one process on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dmuon
+from dmuon.reference import ReferenceMuon
+from tests.distributed.pool import RankPool
+
+DIM, HIDDEN, NUM_STEPS, MAX_NORM, LR = 16, 24, 3, 0.5, 3e-3
+PLAN = {
+    "query": ColwiseParallel(),
+    "key": ColwiseParallel(),
+    "out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+
+
+class Block(nn.Module):
+    """Cut over rows: square, narrow and tall; over columns: square and wide; and one that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.query = nn.Linear(DIM, DIM, bias=False)
+        self.key = nn.Linear(DIM, 4, bias=False)
+        self.out = nn.Linear(DIM, DIM, bias=False)
+        self.up = nn.Linear(DIM, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.whole = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k = self.query(h), self.key(h)
+        x = x + self.out(q * k.repeat_interleave(4, -1).tanh())
+        return x + self.down(torch.nn.functional.silu(self.up(self.whole(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def initialized() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, DIM, generator=torch.Generator().manual_seed(100 + step))
+
+
+def is_dedicated(name: str) -> bool:
+    return name.startswith("layers.") and "norm" not in name
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def reference() -> list[dict[str, Any]]:
+    model, history = initialized(), []
+    optimizer = ReferenceMuon(model.named_parameters(), is_dedicated, lr=LR)
+    for step in range(NUM_STEPS):
+        model.zero_grad()
+        model(batch(step)).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        grads = {name: whole(param.grad) for name, param in model.named_parameters()}
+        optimizer.step()
+        history.append({"norm": norm, "grads": grads, "weights": {n: whole(p) for n, p in model.named_parameters()}})
+    return history
+
+
+def train(degrees: tuple[int, int, int], asynchronous: bool, **options: Any) -> list[dict[str, Any]]:
+    mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard", "tp"))
+    model = initialized()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+    dmuon.dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    optimizer = dmuon.Muon(model, lr=LR, ns_dtype="float32", replicate_async=asynchronous, **options)
+    dp_world, dp_rank = degrees[0] * degrees[1], dist.get_rank() // degrees[2]
+    history = []
+    for step in range(NUM_STEPS):
+        model(batch(step).chunk(dp_world)[dp_rank]).square().mean().backward()
+        norm = dmuon.clip_grad_norm_(model, MAX_NORM)
+        grads = {name: whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {name: whole(param) for name, param in model.named_parameters() if param.device.type != "meta"}
+        history.append({"norm": norm, "grads": grads, "weights": weights})
+    return history
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
+    error = (actual - expected).norm() / expected.norm().clamp(min=1e-12)
+    assert error < tolerance, f"{what}: relative error {error:.2e}"
+
+
+MESHES = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_a_step_equals_one_process(ranks: Callable[[int], RankPool], degrees: tuple[int, int, int]) -> None:
+    pool = ranks(degrees[0] * degrees[1] * degrees[2])
+    expected = reference()
+    for history in pool.run(train, degrees, True):
+        for step, (seen, right) in enumerate(zip(history, expected, strict=True)):
+            assert_close(seen["norm"], right["norm"], f"norm of step {step}", 1e-5)
+            assert seen["grads"]
+            for name, grad in seen["grads"].items():
+                assert_close(grad, right["grads"][name], f"gradient of {name}, step {step}", 1e-5)
+            for name, weight in seen["weights"].items():
+                assert_close(weight, right["weights"][name], f"weight {name}, step {step}", 1e-5)
