@@ -18,6 +18,8 @@ __all__ = [
     "DTYPES",
     "Coefficients",
     "gram_pays",
+    "iterate",
+    "normalize",
     "orthogonalize",
     "resolve_dtype",
 ]
@@ -69,14 +71,26 @@ def orthogonalize(
     Raises:
         ValueError: an unknown backend or coefficients.
     """
+    # In float64 the square of an entry of 1e-20 or 1e20 neither vanishes nor overflows.
+    norm_B11 = torch.linalg.vector_norm(matrices_BMN, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    X_BMN = normalize(matrices_BMN, norm_B11, dtype)
+    return iterate(X_BMN, num_steps=num_steps, backend=backend, coefficients=coefficients)
+
+
+def normalize(matrices: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices, or slices of them, over their Frobenius norms (float64): in float32, then rounded to `dtype` once."""
+    return (matrices / norm.clamp(min=_SMALLEST_NORM).float()).to(dtype)
+
+
+def iterate(
+    X_BMN: Tensor, *, num_steps: int = 5, backend: str = "gram", coefficients: Coefficients = "polar_express"
+) -> Tensor:
+    """`orthogonalize` for matrices that are normalised already; in the dtype of `X_BMN`."""
     if backend not in BACKENDS:
         raise ValueError(f"ns_backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
     triples = resolve(coefficients, num_steps)
-    # In float64 the square of an entry of 1e-20 or 1e20 neither vanishes nor overflows.
-    norm_B11 = torch.linalg.vector_norm(matrices_BMN, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    X_BMN = (matrices_BMN / norm_B11.clamp(min=_SMALLEST_NORM).float()).to(dtype)
     num_rows, num_cols = X_BMN.shape[-2:]
     wide = num_rows <= num_cols
-    iterate = gram if backend == "gram" and gram_pays(num_rows, num_cols) else direct
-    X_BMN = iterate(X_BMN if wide else X_BMN.mT, triples)
+    run = gram if backend == "gram" and gram_pays(num_rows, num_cols) else direct
+    X_BMN = run(X_BMN if wide else X_BMN.mT, triples)
     return X_BMN if wide else X_BMN.mT

@@ -32,22 +32,29 @@ def gram(X_BMN: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 
     Returns the shape and dtype of `X_BMN`.
     """
-    last = len(coefficients) - 1
-    R_BMM = X_BMN @ X_BMN.mT
+    for segment in segments(coefficients):
+        X_BMN = gram_factor(X_BMN @ X_BMN.mT, segment) @ X_BMN
+    return X_BMN
+
+
+def segments(coefficients: Sequence[Triple]) -> list[Sequence[Triple]]:
+    """The steps between restarts: a Gram matrix is formed before each segment, and its Q is applied after it."""
+    starts = [0, *(step for step in sorted(GRAM_RESTARTS) if 0 < step < len(coefficients))]
+    return [coefficients[start:stop] for start, stop in zip(starts, [*starts[1:], len(coefficients)], strict=True)]
+
+
+def gram_factor(R_BMM: Tensor, segment: Sequence[Triple]) -> Tensor:
+    """Q of the steps of one segment, from R = X X^T alone, such that they take X to Q X."""
     Q_BMM: Tensor | None = None
-    for step, (a, b, c) in enumerate(coefficients):
-        if step in GRAM_RESTARTS and Q_BMM is not None:
-            X_BMN = Q_BMM @ X_BMN
-            R_BMM = X_BMN @ X_BMN.mT
-            Q_BMM = None
+    for step, (a, b, c) in enumerate(segment):
         Z_BMM = torch.baddbmm(R_BMM, R_BMM, R_BMM, beta=b, alpha=c)
         if Q_BMM is None:
             Q_BMM = Z_BMM.clone()
             Q_BMM.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
             Q_BMM = torch.baddbmm(Q_BMM, Q_BMM, Z_BMM, beta=a)
-        if step != last and step + 1 not in GRAM_RESTARTS:
+        if step != len(segment) - 1:
             Y_BMM = torch.baddbmm(R_BMM, R_BMM, Z_BMM, beta=a)
             R_BMM = torch.baddbmm(Y_BMM, Z_BMM, Y_BMM, beta=a)
     assert Q_BMM is not None
-    return Q_BMM @ X_BMN
+    return Q_BMM
