@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,6 +131,17 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
 def set_group_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
     """Changes after how long a collective of this group (None: the default one) counts as stuck."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def overlap_tensor_parallel_products(group: dist.ProcessGroup) -> None:
+    """Lets inductor split products next to collectives of this group and overlap the parts: "async TP"."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # Deprecated as needless, but without it the compiler's pass leaves the group alone (pytorch/pytorch#193027).
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 def record_memory_history(max_entries: int) -> None:

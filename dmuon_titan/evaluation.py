@@ -13,7 +13,7 @@ from dmuon_titan.config.schema import JobConfig
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import build_loader
 from dmuon_titan.errors import DataError
-from dmuon_titan.loss import IGNORE_INDEX
+from dmuon_titan.loss import IGNORE_INDEX, loss_context
 from dmuon_titan.mesh import ParallelMesh, copy_to
 from dmuon_titan.signals import StopWatcher
 
@@ -70,7 +70,8 @@ class Evaluation:
                 if agreed_to_stop(self.watcher):
                     return None
                 label_BS = copy_to(device, batch.label_BS)
-                loss = self._loss(model(copy_to(device, batch.input_BS)), label_BS)
+                with loss_context(self.config.parallelism):
+                    loss = self._loss(model(copy_to(device, batch.input_BS)), label_BS)
                 sums += torch.stack([loss.double(), (label_BS != IGNORE_INDEX).sum().double()])
         finally:
             model.train()

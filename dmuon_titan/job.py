@@ -235,7 +235,7 @@ def _describe(trainer: Trainer, dataset: TokenDataset) -> None:
 
 def _print_sample(trainer: Trainer, dataset: TokenDataset) -> None:
     """Lets the trained model write; all ranks take part, for each holds a part of it."""
-    options, model = trainer.config.training, trainer.model
+    options, model, tp_degree = trainer.config.training, trainer.model, trainer.mesh.degree("tp")
     if dataset.tokenizer_path is None:
         logger.info("training.sample_tokens: no sample, for the data came without a tokenizer")
         return
@@ -246,8 +246,9 @@ def _print_sample(trainer: Trainer, dataset: TokenDataset) -> None:
         options.sample_prompt,
         options.sample_tokens,
         seed=trainer.config.debug.seed,
-        max_context=model.max_seq_len,
+        max_context=model.max_seq_len // tp_degree * tp_degree,
         device=trainer.mesh.device,
         temperature=_SAMPLE_TEMPERATURE,
+        multiple_of=tp_degree,
     )
     logger.info(f"a sample, after {options.sample_prompt!r}:\n{text}")

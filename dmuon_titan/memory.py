@@ -60,7 +60,7 @@ def memory_need(config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int
     persistent = _persistent_bytes(config, shapes, degrees)
     gathered = _gathered_bytes(config, shapes, size.num_layers, degrees)
     gradients = _gradient_bytes(shapes, degrees)
-    activations = activation_bytes(config, size) // degrees[2]
+    activations = activation_bytes(config, size, degrees[2])
     at_loss = gathered + (gradients if _accumulates(config, num_ranks // degrees[2]) else 0)
     after_backward = gradients + max(
         gathered + _reduction_bytes(config, shapes, degrees),
@@ -71,25 +71,29 @@ def memory_need(config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int
     return MemoryNeed(persistent + after_backward, 0)
 
 
-def activation_bytes(config: JobConfig, size: LlamaSize) -> int:
+def activation_bytes(config: JobConfig, size: LlamaSize, tp: int = 1) -> int:
     """Kept by forward for backward: each block as activation checkpointing has it, one block whole, and the logits.
 
     A block keeps, in elements a token: input, both norms' results, q, k, v, attention's result twice (before and
     after its heads are joined), the second residual, and four of the feed-forward's width; compiled, two of those
     are computed again. "op" keeps the input and the results of every second product and of attention.
+
+    Each of `tp` ranks has its part of these, but all of what is gathered for products, the norms' results, and of
+    w2's result, which is kept before it is summed over the ranks; "op" keeps the two sums too.
     """
     options = config.activation_checkpoint
     compiled = config.compile.components if config.compile.enable else []
     dim, kv_dim, ffn_dim = size.dim, size.num_kv_heads * size.head_dim, size.ffn_hidden_dim
-    whole = 7 * dim + 2 * kv_dim + (2 if "model" in compiled else 4) * ffn_dim
-    kept = {"none": whole, "full": dim, "selective": 4 * dim + kv_dim + ffn_dim}[options.mode]
+    whole = 2 * dim + (5 * dim + 2 * kv_dim + (2 if "model" in compiled else 4) * ffn_dim) // tp
+    by_operator = dim + ((3 if tp == 1 else 5) * dim + kv_dim + ffn_dim) // tp
+    kept = {"none": whole, "full": dim // tp, "selective": by_operator}[options.mode]
     if options.mode == "selective" and options.selective_ac_option != "op":
         every = int(options.selective_ac_option)
-        kept = (dim + (every - 1) * whole) // every
+        kept = (dim // tp + (every - 1) * whole) // every
     copy = _copy_bytes(config)
     blocks = copy * (kept * size.num_layers + (whole - kept))
     num_tokens = config.training.local_batch_size * config.training.seq_len
-    num_logits = num_tokens * size.vocab_size
+    num_logits = num_tokens * size.vocab_size // (1 if config.parallelism.disable_loss_parallel else tp)
     # Logits and their gradient; not compiled, also a chunk of them in float32, its log-softmax and their gradient.
     logits = 2 * copy * num_logits + (0 if "loss" in compiled else 3 * _FP32 * min(num_logits, _LOSS_CHUNK))
     return num_tokens * blocks + logits

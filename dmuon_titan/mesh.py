@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import rendezvous
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dmuon.torch_internals import group_timeout, set_group_timeout
 from dmuon_titan.config.schema import Comm
 from dmuon_titan.environment import WorkerEnvironment
 
@@ -43,6 +44,16 @@ class ParallelMesh:
     def replicate(self) -> DeviceMesh | None:
         """The replicate axis, or None where its degree is 1."""
         return self.mesh["replicate"] if self.degree("replicate") > 1 else None
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.mesh["tp"]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every group beside the default one that the mesh has made, each of which has a time-out of its own."""
+        made = [self.dp_group, *self.mesh.get_all_groups()]
+        return [group for group in dict.fromkeys(made) if group is not dist.group.WORLD]
 
     @property
     def fully_shard(self) -> DeviceMesh:
@@ -94,13 +105,18 @@ def build_mesh(device: torch.device, degrees: tuple[int, int, int]) -> ParallelM
     """The mesh of (replicate, shard, tp) degrees over all ranks, tp innermost."""
     mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
     tp_degree = degrees[2]
-    if tp_degree == 1:
-        dp_group = dist.group.WORLD
-    else:
+    world = dp_group = dist.group.WORLD
+    assert world is not None
+    if tp_degree > 1:
         columns = [list(range(tp_rank, dist.get_world_size(), tp_degree)) for tp_rank in range(tp_degree)]
         dp_group, _ = dist.new_subgroups_by_enumeration(columns)
     assert dp_group is not None
-    return ParallelMesh(device, mesh, dp_group, dist.get_rank() // tp_degree)
+    parallel = ParallelMesh(device, mesh, dp_group, dist.get_rank() // tp_degree)
+    # torch gives new groups half an hour whatever the default group has.
+    limit_s = group_timeout(world, "cpu").total_seconds()
+    for group in parallel.groups:
+        set_group_timeout(group, limit_s)
+    return parallel
 
 
 def copy_to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""From a model's size to a model on the mesh: activation checkpointing, compile, dedicated matrices, FSDP2, weights."""
+"""From a model's size to a model on the mesh, with its weights.
+
+Tensor parallelism -> activation checkpointing -> compile -> dedicated matrices -> FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
+from dmuon.torch_internals import overlap_tensor_parallel_products
 from dmuon_titan.activation_checkpoint import checkpoint_activations
 from dmuon_titan.config.schema import JobConfig
 from dmuon_titan.mesh import ParallelMesh
+from models.llama import tp_plan
 from models.llama.initialization import Initializer
 from models.llama.model import Llama
 from models.llama.sizes import LlamaSize
@@ -32,8 +37,13 @@ def build_model(config: JobConfig, size: LlamaSize, mesh: ParallelMesh) -> tuple
 
 
 def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Plan | None:
-    """Wraps each block from the inside out. The order matters: recomputation lies inside the compiled region, which
-    lies inside the hooks that gather and free weights."""
+    """Wraps each block from the inside out. The order matters: what moves activations between tensor-parallel ranks
+    lies inside recomputation, which lies inside the compiled region, which lies inside the hooks that gather and free
+    weights."""
+    if mesh.degree("tp") > 1:
+        tp_plan.parallelize(model, mesh.tp, loss_parallel=not config.parallelism.disable_loss_parallel)
+        if config.parallelism.enable_async_tensor_parallel:
+            overlap_tensor_parallel_products(mesh.tp.get_group())
     options = config.activation_checkpoint
     checkpoint_activations(model.layers, options.mode, options.selective_ac_option)
     if config.compile.enable and "model" in config.compile.components:

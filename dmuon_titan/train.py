@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from dmuon_titan.config import LoadedConfig, World, help_text, load_config, validate, wants_help
 from dmuon_titan.console import logger, set_up_logging
+from dmuon_titan.devices import visible_gpus
 from dmuon_titan.environment import WorkerEnvironment
 from dmuon_titan.errors import ExitStatus, Preempted
 from dmuon_titan.failures import FailureReporter
@@ -75,7 +76,7 @@ def _run(
 
 def _checked_config(argv: list[str], environment: WorkerEnvironment) -> LoadedConfig:
     """Raises ConfigError with all mistakes. The launcher checked the same before, and the memory of devices too."""
-    world = World(environment.num_ranks, "cpu")
+    world = World(environment.num_ranks, "cuda" if visible_gpus(os.environ) else "cpu")
     return load_config(argv, check=lambda config: validate(config, world))
 
 

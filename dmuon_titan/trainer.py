@@ -25,7 +25,7 @@ from dmuon_titan.data.loader import Batch, build_loader, epochs_begun
 from dmuon_titan.data.trace import BatchTrace
 from dmuon_titan.errors import CheckpointError, DataError, NonFiniteError, Preempted, TitanError
 from dmuon_titan.evaluation import Evaluation, agreed_to_stop
-from dmuon_titan.loss import IGNORE_INDEX, build_loss
+from dmuon_titan.loss import IGNORE_INDEX, build_loss, loss_context
 from dmuon_titan.lr_scheduler import build_schedule
 from dmuon_titan.mesh import ParallelMesh, copy_to
 from dmuon_titan.metrics import Metrics, StepFigures
@@ -198,15 +198,16 @@ class Trainer:
         local_loss = torch.zeros((), dtype=torch.float64, device=device)
         self.optimizer.zero_grad()
         for input_BS, label_BS in zip(inputs, labels, strict=True):
-            loss = self.loss(self.model(input_BS), label_BS)
-            (loss * scale).backward()
+            with loss_context(self.config.parallelism):
+                loss = self.loss(self.model(input_BS), label_BS)
+                (loss * scale).backward()
             local_loss += loss.detach()
         max_norm = self.config.training.max_norm
         norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
         # All ranks learn the loss and any rank's wish to stop. Reading them is the step's one wait for the device.
         shared = torch.stack([local_loss, torch.full_like(local_loss, self.watcher.requested)])
         dist.all_reduce(shared)
-        loss_sum, stop = (shared / mesh.degree("tp")).unbind()
+        loss_sum, stop = (shared / mesh.degree("tp")).unbind()  # the ranks of a tp group have the same loss
         read = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double(), stop])
         loss, norm_value, valid, stop_value = read.tolist()
         return local_loss, num_valid, Gradients(loss, norm_value, int(valid), stop_value > 0)
@@ -280,5 +281,5 @@ class Trainer:
         """After the first step what may take long is over: compilation, and the start of communicators."""
         if self.watcher.patience_s < math.inf:
             self.watcher.patience_s = math.inf
-            for group in (None, *self.mesh.mesh.get_all_groups(), *dmuon.process_groups(self.model)):
+            for group in (None, *self.mesh.groups, *dmuon.process_groups(self.model)):
                 set_group_timeout(group, self.config.comm.train_timeout_seconds)

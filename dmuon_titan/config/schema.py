@@ -265,10 +265,19 @@ class Parallelism:
         choices=("default", "always", "never"),
     )
     tensor_parallel_degree: int = key(
-        1, "Ranks that each matrix is cut over.", supported=(1,), aliases=("tp", "tp_degree", "tp_size")
+        1,
+        "Ranks that each matrix is cut over; it must divide heads, kv heads, feed-forward width, vocabulary and "
+        "sequence length.",
+        aliases=("tp", "tp_degree", "tp_size"),
     )
     disable_loss_parallel: bool = key(
         False, "Under tensor parallelism, compute the loss on whole instead of vocabulary-parallel logits."
+    )
+    enable_async_tensor_parallel: bool = key(
+        False,
+        "Let the compiler split tensor-parallel products and move their parts while others are computed; needs GPUs, "
+        "inductor, and the ranks that share a matrix in one node.",
+        aliases=("async_tp",),
     )
 
 

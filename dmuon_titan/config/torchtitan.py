@@ -50,7 +50,6 @@ INERT: dict[str, Inert] = {
         ("float32",), "master weights are float32; training.mixed_precision_param sets the format of forward"
     ),
     "training.gc_debug": Inert((False,), "not supported"),
-    "parallelism.enable_async_tensor_parallel": Inert((False,), "not supported yet"),
     "parallelism.pipeline_parallel_degree": Inert((1,), _PIPELINE),
     "parallelism.pipeline_parallel_first_stage_less_layers": Inert((1,), _PIPELINE),
     "parallelism.pipeline_parallel_last_stage_less_layers": Inert((1,), _PIPELINE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def validate(config: JobConfig, world: World | None) -> list[str]:
     collect(_flavor_mistakes(config))
     if world is not None:
         collect(_mesh_mistakes(config, world.num_ranks))
+        collect(_async_tensor_parallel_mistakes(config, world))
+    collect(_muon_mistakes(config))
     collect(_activation_checkpoint_mistakes(config))
     collect(_profiling_mistakes(config))
     collect(_dataset_mistakes(config))
@@ -155,6 +158,7 @@ def _size_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
 
 
 def _tensor_parallel_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:
+    """Heads are cut whole, and equal parts of all else let every rank issue the same collectives."""
     tp = config.parallelism.tensor_parallel_degree
     divided = {
         "attention heads": size.num_heads,
@@ -165,11 +169,36 @@ def _tensor_parallel_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[st
     }
     if config.validation.enable and config.validation.seq_len:
         divided["validation.seq_len"] = config.validation.seq_len
-    if tp < 1 or not any(count % tp for count in divided.values()):
+    strangers = ", ".join(f"{name} {count}" for name, count in divided.items() if tp > 0 and count % tp)
+    if strangers:
+        common = math.gcd(*divided.values())
+        largest = max(degree for degree in range(1, min(tp, common) + 1) if common % degree == 0)
+        yield f"parallelism.tensor_parallel_degree = {tp}: doesn't divide {strangers}; largest legal below: {largest}"
+
+
+def _muon_mistakes(config: JobConfig) -> Iterator[str]:
+    tp = config.parallelism.tensor_parallel_degree
+    if config.optimizer.name == "Muon" and tp > 1:
+        yield (
+            f"parallelism.tensor_parallel_degree = {tp}: Muon takes whole matrices only so far; set "
+            'optimizer.name = "AdamW", or the degree to 1'
+        )
+
+
+def _async_tensor_parallel_mistakes(config: JobConfig, world: World) -> Iterator[str]:
+    """Splitting products is the work of a pass of inductor, and the parts move through memory that GPUs share."""
+    if not config.parallelism.enable_async_tensor_parallel:
         return
-    strangers = ", ".join(f"{name} {count}" for name, count in divided.items() if count % tp)
-    largest = max(degree for degree in range(1, tp + 1) if not any(count % degree for count in divided.values()))
-    yield f"parallelism.tensor_parallel_degree = {tp}: doesn't divide {strangers}; largest legal below: {largest}"
+    needs = {
+        "parallelism.tensor_parallel_degree above 1": config.parallelism.tensor_parallel_degree > 1,
+        "compile.enable = true": config.compile.enable,
+        '"model" in compile.components': "model" in config.compile.components,
+        'compile.backend = "inductor"': config.compile.backend == "inductor",
+        "GPUs, and this job runs on the CPU": world.device_type == "cuda",
+    }
+    missing = [need for need, is_met in needs.items() if not is_met]
+    if missing:
+        yield f"parallelism.enable_async_tensor_parallel = true: needs {'; '.join(missing)}"
 
 
 def _prepared_folders(config: JobConfig) -> Iterator[tuple[str, Path]]:
@@ -276,7 +305,9 @@ def _fitting_preset(need: MemoryNeed, world: World) -> str | None:
         config = load_config(["--config", str(TRAIN_CONFIGS / f"{name}.toml")], environ={}).config
         size = _find_size(config)
         smaller = _need(config, size, world) if size else None
-        if smaller is None or any(_unsupported(config)) or any(_mesh_mistakes(config, world.num_ranks)):
+        if size is None or smaller is None or any(_unsupported(config)) or any(_muon_mistakes(config)):
+            continue
+        if any(_mesh_mistakes(config, world.num_ranks)) or any(_tensor_parallel_mistakes(config, size)):
             continue
         if smaller.total_bytes * _ROOM <= min(need.total_bytes, world.device_memory_bytes or 0):
             fitting[f"{name}.toml"] = smaller.total_bytes

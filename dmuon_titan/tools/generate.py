@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon_titan.data.tokenizer import Tokenizer
 
@@ -26,6 +27,7 @@ def generate(
     device: torch.device | str,
     temperature: float = 1.0,
     top_k: int | None = None,
+    multiple_of: int = 1,
 ) -> str:
     """The prompt and its continuation by at most `num_tokens` tokens, less if the document ends before.
 
@@ -33,12 +35,14 @@ def generate(
     cached between tokens: a sharded model is run as in training.
 
     Args:
-        model_forward: token ids [1, C] int64 -> logits [1, C, V]. V may exceed the tokenizer's vocabulary.
+        model_forward: token ids [1, C] int64 -> logits [1, C, V], which may be a DTensor. V may exceed the tokenizer's
+            vocabulary.
         seed: of the draws, on the CPU.
         max_context: the most tokens that the model is given; earlier ones are forgotten.
         device: where the model takes its ids.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw among this many likeliest tokens. None: among all.
+        multiple_of: what C must be a multiple of, for a model that cuts sequences; it divides `max_context`.
 
     Raises:
         ValueError: temperature is negative, or top_k or max_context is not positive.
@@ -51,18 +55,23 @@ def generate(
     generator = torch.Generator(device="cpu").manual_seed(seed)
     # One shape for all tokens, for some attention kernels are planned anew for each. What pads it on the right is
     # invisible to the positions before it.
-    context_1C = torch.zeros(1, min(max_context, len(tokens) + num_tokens), dtype=torch.int64, device=device)
+    length = -(-(len(tokens) + num_tokens) // multiple_of) * multiple_of
+    context_1C = torch.zeros(1, min(max_context, length), dtype=torch.int64, device=device)
     # A compiled model would be compiled once more for this shape, which takes longer than the sample.
     with torch.compiler.set_stance("force_eager"):
         for _ in range(num_tokens):
             recent = tokens[-context_1C.shape[1] :]
             context_1C[0, : len(recent)] = torch.tensor(recent)
-            logits_V = model_forward(context_1C)[0, len(recent) - 1, : tokenizer.vocab_size]
+            logits_V = _whole(model_forward(context_1C)[0, len(recent) - 1])[: tokenizer.vocab_size]
             token = _agreed(_draw(logits_V.float().cpu(), temperature, top_k, generator), device)
             if token in ends:
                 break
             tokens.append(token)
     return tokenizer.decode(tokens)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -142,10 +142,10 @@ def test_torchtitans_8b_settings_lack_the_data_alone(tmp_path: Path) -> None:
     assert validate(load(tmp_path, LLAMA3_8B, "--training.dataset=python_stdlib"), GPUS_64) == []
 
 
-def test_torchtitans_70b_settings_lack_tensor_parallelism_and_the_data_alone(tmp_path: Path) -> None:
-    degree, dataset = validate(load(tmp_path, LLAMA3_70B), GPUS_64)
-    assert degree.startswith("parallelism.tensor_parallel_degree = 8: not supported yet")
+def test_torchtitans_70b_settings_lack_the_data_alone(tmp_path: Path) -> None:
+    [dataset] = validate(load(tmp_path, LLAMA3_70B), GPUS_64)
     assert dataset.startswith('training.dataset = "c4"')
+    assert validate(load(tmp_path, LLAMA3_70B, "--training.dataset=python_stdlib"), GPUS_64) == []
 
 
 @pytest.mark.parametrize(
