@@ -6,11 +6,12 @@ Shape legend: R rows of a parameter's dim 0, K elements of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from dmuon.collectives import Axis
 from dmuon.determinism import ReplicateRows, is_deterministic, replicate_rows
@@ -92,7 +93,7 @@ class _Counted:
 
 
 def _is_first(param: DTensor, axes: Sequence[Axis | ReplicateRows | None]) -> bool:
-    """`axes`: those that the parameter's mesh may know nothing of, such as the rows of FSDP2 on the shard axis alone."""
+    """`axes`: those that the parameter's mesh may not know, such as the rows of FSDP2 on the shard axis alone."""
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None
     first = all(index == 0 for index, place in zip(coordinate, param.placements, strict=True) if place == Replicate())
@@ -113,31 +114,59 @@ def _square(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor
 def _squares_of_rows(model: nn.Module, counted: _Counted, device: torch.device) -> Tensor:
     """This rank's part of the squared norm of each row of each parameter, one float64 each, zeros elsewhere.
 
-    FSDP2 cuts dim 0 only, so that a row is whole somewhere on every mesh; a dedicated parameter is whole, and takes
-    one place. Adding zeros is exact in any order: after an all-reduce all ranks hold the same vector on every mesh.
+    FSDP2 cuts dim 0 only, so that the part of a row that a tensor-parallel rank has is whole somewhere on every mesh;
+    a dedicated parameter takes one place for each such rank. Adding zeros is exact in any order: after an all-reduce
+    all ranks hold the same vector on every data-parallel mesh.
     """
     names = {param: name for name, param in model.named_parameters()}
-    places = {param: 1 if is_dedicated(param) or param.ndim == 0 else param.shape[0] for param in names}
-    squares = torch.zeros(max(1, sum(places.values())), dtype=torch.float64, device=device)
+    places = [_Place(param, names[param]) for param in names]
+    squares = torch.zeros(max(1, sum(place.num for place in places)), dtype=torch.float64, device=device)
     begin = 0
-    for param, num_places in places.items():
-        place = squares[begin : begin + num_places]
-        begin += num_places
-        first_row = 0
-        if isinstance(param, DTensor):
-            _check_rows_are_whole(names[param], param)
-            first_row = local_shard(param)[1][0]
+    for param, place in zip(names, places, strict=True):
+        mine = squares[begin + place.first : begin + place.num]
+        begin += place.num
         if param.grad is None or param.device.type == "meta" or not counted.here(param):
             continue
         grad = local(param.grad)
         if grad.numel() == 0:
             continue
         rows = squares_of_rows(grad)
-        if num_places == 1:
-            place.copy_(_sum_by_tree(rows))
+        if place.is_single:
+            mine[0] = _sum_by_tree(rows)
         else:
-            place[first_row : first_row + len(rows)] = rows
+            mine[: len(rows)] = rows
     return squares
+
+
+class _Place:
+    """Where a parameter's squares go: `num` places, this rank's from `first` on, or in that one alone if `is_single`.
+
+    Tensor-parallel ranks that share a row have places of their own: what they are summed in is the tree's order, and
+    not that of an all-reduce.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.is_single = is_dedicated(param) or param.ndim == 0
+        num_rows = 1 if self.is_single else param.shape[0]
+        self.num, self.first = num_rows, 0
+        if isinstance(param, DTensor):
+            if not self.is_single:
+                _check_rows_are_whole(name, param)
+                self.first = local_shard(param)[1][0]
+            part, num_parts = _tensor_parallel_part(param, 0 if self.is_single else 1)
+            self.num, self.first = num_rows * num_parts, num_rows * part + self.first
+
+
+def _tensor_parallel_part(param: DTensor, first_dim: int) -> tuple[int, int]:
+    """(index, number) of the parts that the dims from `first_dim` on are cut into."""
+    part, num_parts = 0, 1
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, place in enumerate(param.placements):
+        if place != Replicate() and _cut_dim(place) >= first_dim:
+            size = param.device_mesh.size(axis)
+            part, num_parts = part * size + coordinate[axis], num_parts * size
+    return part, num_parts
 
 
 def squares_of_rows(tensor: Tensor) -> Tensor:
@@ -165,13 +194,19 @@ def _sum_by_tree(values: Tensor) -> Tensor:
     return values[..., 0]
 
 
+def _cut_dim(place: Any) -> int:
+    """Of a shard, or of what FSDP2 makes of one that tensor parallelism has cut already, which is no Shard."""
+    return int(place.dim)
+
+
 def _check_rows_are_whole(name: str, param: DTensor) -> None:
-    for place in param.placements:
-        if place not in (Replicate(), Shard(0)):
-            raise ValueError(
-                f"{name} is placed as {place}: a norm with the same bits on every mesh needs parameters that are cut "
-                "along dim 0 only; leave out shard_placement_fn, or set_deterministic"
-            )
+    """FSDP2's axis is the first that cuts; behind it there can be tensor parallelism's."""
+    first = next((place for place in param.placements if place != Replicate()), None)
+    if first is not None and _cut_dim(first) != 0:
+        raise ValueError(
+            f"{name} is placed as {first}: a norm with the same bits on every mesh needs parameters that are cut "
+            "along dim 0 only; leave out shard_placement_fn, or set_deterministic"
+        )
 
 
 def _with_gradients(model: nn.Module) -> list[nn.Parameter]:
