@@ -2,7 +2,7 @@
 
 With X = [X_0 .. X_T-1], R = X X^T is the sum of X_i X_i^T. So R is summed over tp before each segment of the iteration,
 every rank computes the same Q from it, and applies it to its own slice. Partial sums are float32 whatever the dtype of
-the iteration: rounded to half precision before they are added they cost most of its accuracy, in their sum little.
+the iteration, so that R is rounded once, as on one device.
 
 Shape legend: B matrices of M x N with M <= N, K of their N columns on this rank.
 """

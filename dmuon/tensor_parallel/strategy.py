@@ -54,12 +54,12 @@ def plan_orthogonalization(
     if wire_dtype not in (torch.float32, dtype):
         raise ValueError(f"wire_dtype = {wire_dtype}: must be torch.float32 or the iteration's {dtype}")
 
-    def build(ways: Sequence[str]) -> OrthogonalizationPlan:
-        entries = _entries(layouts, ways, tp_degree)
-        return OrthogonalizationPlan(entries, tp_degree, _rounds(entries, tp_degree, memory_limit), dtype, wire_dtype)
+    def plan(ways: Sequence[str]) -> OrthogonalizationPlan:
+        entries = deal(layouts, ways, tp_degree)
+        return OrthogonalizationPlan(entries, tp_degree, rounds(entries, tp_degree, memory_limit), dtype, wire_dtype)
 
     ways = [_first_way(layout, tp_degree, strategy, memory_limit) for layout in layouts]
-    return build(ways) if strategy != "auto" else _cheapest(layouts, ways, tp_degree, build, rates or Rates())
+    return plan(ways) if strategy != "auto" else _cheapest(layouts, ways, tp_degree, plan, rates or Rates())
 
 
 def _first_way(layout: Layout, tp_degree: int, strategy: str, memory_limit: int | None) -> str:
@@ -81,7 +81,7 @@ def _cheapest(
     layouts: Sequence[Layout],
     ways: Sequence[str],
     tp_degree: int,
-    build: Callable[[Sequence[str]], OrthogonalizationPlan],
+    plan_ways: Callable[[Sequence[str]], OrthogonalizationPlan],
     rates: Rates,
 ) -> OrthogonalizationPlan:
     """How many of each shape go by Gram, the last ones of each: descent from the best of three starts."""
@@ -95,7 +95,7 @@ def _cheapest(
     def time_s(counts: tuple[int, ...]) -> float:
         if counts not in seen:
             by_gram = {i for group, count in zip(groups, counts, strict=True) for i in group[len(group) - count :]}
-            plan = build([GRAM if i in by_gram else way for i, way in enumerate(ways)])
+            plan = plan_ways([GRAM if i in by_gram else way for i, way in enumerate(ways)])
             seen[counts] = plan.predicted_s(rates), plan
         return seen[counts][0]
 
@@ -111,7 +111,7 @@ def _cheapest(
     return seen[best][1]
 
 
-def _entries(layouts: Sequence[Layout], ways: Sequence[str], tp_degree: int) -> tuple[Entry, ...]:
+def deal(layouts: Sequence[Layout], ways: Sequence[str], tp_degree: int) -> tuple[Entry, ...]:
     """Whole matrices are dealt to tp ranks as parameters are to owners: balanced in cost, then in elements."""
     names = [
         [f"{index:06}.{matrix:06}" for matrix in range(layout.num_matrices if way == EXCHANGE else 0)]
@@ -125,7 +125,7 @@ def _entries(layouts: Sequence[Layout], ways: Sequence[str], tp_degree: int) -> 
     )
 
 
-def _rounds(entries: Sequence[Entry], tp_degree: int, memory_limit: int | None) -> tuple[Round, ...]:
+def rounds(entries: Sequence[Entry], tp_degree: int, memory_limit: int | None) -> tuple[Round, ...]:
     """Costliest matrices first, equal shapes together; each way fills rounds of its own, which run side by side."""
     limit = ROUND_BYTES if memory_limit is None else min(memory_limit, ROUND_BYTES)
     order = sorted(range(len(entries)), key=lambda i: (-newton_schulz_flops(entries[i].layout.matrix_shape), i))
