@@ -78,6 +78,40 @@ class Axis:
 
         return wait
 
+    def all_reduce(self, tensor: Tensor) -> Wait:
+        """Sums `tensor` everywhere, to the same bits."""
+        if self.size == 1:
+            return nothing
+        if self.fixed_tree:
+            return self._all_reduce_by_tree(tensor)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def _all_reduce_by_tree(self, tensor: Tensor) -> Wait:
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        work = dist.all_gather(parts, tensor, group=self._reduce_group, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            work.wait()
+            tensor.copy_(tree_sum(parts))
+
+        return wait
+
+    def all_to_all(
+        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> tuple[Tensor, Wait]:
+        """Sends consecutive runs of a flat tensor to the indices of the axis. Returns the runs received from them."""
+        if self.size == 1:
+            return tensor, nothing
+        received = tensor.new_empty(sum(receive_sizes))
+        work = dist.all_to_all_single(
+            received, tensor, list(receive_sizes), list(send_sizes), group=self._broadcast_group, async_op=True
+        )
+        assert work is not None
+        return received, work.wait
+
 
 class DataParallelAxes:
     """The (replicate, shard) axes and this rank's place on them; and the tp axis, where parameters are cut over one."""
