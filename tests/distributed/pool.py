@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -19,10 +21,13 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+    import torch.distributed.fsdp
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    while True:
+    gc.collect()
+    gc.freeze()  # what is there now stays, and need not be looked at after every call
+    for call in itertools.count():
+        dist.init_process_group("gloo", init_method=f"file://{store}-{call}", rank=rank, world_size=world_size)
         try:
             function, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
@@ -31,7 +36,15 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             answer = (True, function(*args, **kwargs))
         except BaseException:
             answer = (False, f"rank {rank} of {world_size}:\n{traceback.format_exc()}")
+        succeeded = answer[0]
         pipe.send_bytes(pickle.dumps(answer))
+        del answer
+        if not succeeded:
+            return  # the pool is being stopped
+        dist.barrier()  # nobody waits for anything any more
+        gc.collect()
+        # Every gloo group has threads and sockets of its own, and hundreds of groups stall a machine.
+        dist.destroy_process_group()
 
 
 class RankPool:
@@ -41,6 +54,7 @@ class RankPool:
         self.world_size = world_size
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a module-level function on every rank and returns what each rank returned, in rank order.
@@ -80,7 +94,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = tempfile.mktemp(prefix="gloo-store-")
+        self._folder = tempfile.TemporaryDirectory(prefix="gloo-stores-")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
@@ -94,3 +109,6 @@ class RankPool:
             process.kill()
             process.join()
         self._pipes, self._processes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
