@@ -7,6 +7,7 @@ broadcast from its owner before use, and one flat gradient, reduced to its owner
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -78,19 +79,16 @@ class Unit:
                 section.set_compute(torch.zeros(section.numel, dtype=param_dtype, device=section.device))
             section.refresh_compute()
 
-        def hook_of(param: DedicatedParameter) -> Callable[[Tensor], None]:
-            def take(compute: Tensor) -> None:
-                assert compute.grad is not None
-                self._grads[param] = compute.grad
-                # Taken here, before anything can clear it: the reduction is the gradient's only reader.
-                compute.grad = None
-                if len(self._grads) == len(self.params):
-                    complete(self)
-
-            return take
-
         for param in self.params:
-            param.compute.register_post_accumulate_grad_hook(hook_of(param))
+            param.compute.register_post_accumulate_grad_hook(_gradient_hook(self, param, complete))
+
+    def take(self, param: DedicatedParameter, compute: Tensor) -> bool:
+        """Takes the gradient of one parameter; returns whether the unit has them all."""
+        assert compute.grad is not None
+        self._grads[param] = compute.grad
+        # Taken here, before anything can clear it: the reduction is the gradient's only reader.
+        compute.grad = None
+        return len(self._grads) == len(self.params)
 
     def unshard(self) -> None:
         """Starts filling the compute buffers."""
@@ -162,3 +160,16 @@ class Unit:
     def discard_accumulated(self) -> None:
         """Drops what backward passes without synchronisation have left."""
         self._accumulated, self.owes_reduction = {}, False
+
+
+def _gradient_hook(unit: Unit, param: DedicatedParameter, complete: Callable[[Unit], None]) -> Callable[[Tensor], None]:
+    """Holds nothing alive: Python's collector does not look into a tensor's hooks, so that a cycle would stay."""
+    unit_ref, param_ref, complete_ref = weakref.ref(unit), weakref.ref(param), weakref.WeakMethod(complete)
+
+    def take(compute: Tensor) -> None:
+        unit, param, complete = unit_ref(), param_ref(), complete_ref()
+        assert unit is not None and param is not None and complete is not None
+        if unit.take(param, compute):
+            complete(unit)
+
+    return take
