@@ -60,10 +60,8 @@ class Unit:
         for param in self.params:
             param.register(param.master)
 
-    def build_compute(
-        self, param_dtype: torch.dtype, reduce_dtype: torch.dtype, complete: Callable[[Unit], None]
-    ) -> None:
-        """Makes the compute copies. `complete(self)` is called when every parameter has its gradient of a backward."""
+    def build_compute(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Makes the compute copies."""
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         away = [section for section in self.sections if not section.in_column]
         if away:
@@ -80,15 +78,15 @@ class Unit:
             section.refresh_compute()
 
         for param in self.params:
-            param.compute.register_post_accumulate_grad_hook(_gradient_hook(self, param, complete))
+            param.compute.register_post_accumulate_grad_hook(_gradient_hook(self, param))
 
-    def take(self, param: DedicatedParameter, compute: Tensor) -> bool:
-        """Takes the gradient of one parameter; returns whether the unit has them all."""
+    def take(self, param: DedicatedParameter, compute: Tensor) -> None:
+        """Takes the gradient of one parameter."""
         assert compute.grad is not None
-        self._grads[param] = compute.grad
+        # A second time where several graphs meet in one backward: each reentrant recomputation has its own.
+        self._grads[param] = self._grads[param] + compute.grad if param in self._grads else compute.grad
         # Taken here, before anything can clear it: the reduction is the gradient's only reader.
         compute.grad = None
-        return len(self._grads) == len(self.params)
 
     def unshard(self) -> None:
         """Starts filling the compute buffers."""
@@ -162,14 +160,14 @@ class Unit:
         self._accumulated, self.owes_reduction = {}, False
 
 
-def _gradient_hook(unit: Unit, param: DedicatedParameter, complete: Callable[[Unit], None]) -> Callable[[Tensor], None]:
+def _gradient_hook(unit: Unit, param: DedicatedParameter) -> Callable[[Tensor], None]:
     """Holds nothing alive: Python's collector does not look into a tensor's hooks, so that a cycle would stay."""
-    unit_ref, param_ref, complete_ref = weakref.ref(unit), weakref.ref(param), weakref.WeakMethod(complete)
+    unit_ref, param_ref = weakref.ref(unit), weakref.ref(param)
 
     def take(compute: Tensor) -> None:
-        unit, param, complete = unit_ref(), param_ref(), complete_ref()
-        assert unit is not None and param is not None and complete is not None
-        if unit.take(param, compute):
-            complete(unit)
+        unit, param = unit_ref(), param_ref()
+        assert unit is not None
+        assert param is not None
+        unit.take(param, compute)
 
     return take
