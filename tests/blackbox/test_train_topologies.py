@@ -145,8 +145,8 @@ def assert_same_training(run: Run, expected: Run) -> None:
         assert (before[name] - weight).norm() > 100 * allowed, f"{name} stood still"
 
 
-# B24. No matrix but the square ones fits 2, 3 or 4 ranks ("odd"); vectors have fewer elements than there are ranks, so
-# that the last shard is empty ("narrow"); the feed-forward matrices are rows and columns ("thin").
+# B24. 257 rows fit no mesh of 2, 3 or 4 ranks, and 22, 66 and 177 not each ("odd"); of 6 elements on 4 ranks the last
+# shard is empty ("narrow"); the feed-forward matrices are single rows and columns ("thin").
 SIZES = {
     "odd": LlamaSize(66, 2, 3, 1, 257, None, 177, 10000.0),
     "narrow": LlamaSize(6, 2, 3, 1, 257, None, 17, 10000.0),
