@@ -214,6 +214,7 @@ def _fill_masters(chosen: Sequence[Candidate], dedicated: dict[str, DedicatedPar
             local(master).copy_(local(candidate.param))
 
 
+@torch.inference_mode(False)  # the first forward may be an evaluation; what it makes is trained later
 def _prepare(model: nn.Module, runtime: Runtime) -> None:
     """Before the first forward, when `fully_shard` has been called and weights are there."""
     if not runtime.is_filled:
@@ -225,7 +226,7 @@ def _prepare(model: nn.Module, runtime: Runtime) -> None:
                     f"{param.name} was replaced after dedicate_params: load weights with dmuon.set_state_dict or "
                     "dmuon.materialize, and move or cast the model before dedicate_params"
                 )
-        unit.build_compute(*runtime.dtypes_of(unit), runtime.on_complete)
+        unit.build_compute(*runtime.dtypes_of(unit))
     if is_deterministic(model):
         runtime.axes.use_fixed_tree()
         apply_fixed_tree(model, runtime.axes.replicate)

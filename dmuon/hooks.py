@@ -3,9 +3,11 @@
 Units are prefetched in the order of the last forward. At any time at most two units' weights and two units' gradients
 are in flight.
 
-Every rank reduces the same units in the same order, whatever its own gradients do: each unit that took part in a
-forward with gradients is reduced once a backward, latest first, as soon as its gradients are complete or the backward
-has moved past it. So a parameter, or a whole block, that only some ranks use cannot make collectives differ.
+Every rank fills and reduces the same units in the same order, whatever its own graph is: that of the forward, from
+its end. Each call of a unit with gradients enabled is visited in a backward, by its own hook or, where a rank's graph
+does not lead there, when backward moves past it; and each unit is reduced once all its calls are behind. So a
+parameter, or a whole block, that only some ranks use cannot make collectives differ. Which blocks reentrant checkpoints
+compute again must be the same on every rank: nothing is known of them until then.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from dmuon.unit import Reduction, Unit
 _ATTRIBUTE = "_dmuon_runtime"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """One forward of a unit that a backward will come back to. begin, end: times on the clock of all such calls."""
+    """One forward of a unit with gradients. begin, end: times on the clock of all such calls. index: the place among
+    those since the last backward, or among others if it ran inside a backward or before an earlier one."""
 
     unit: Unit
     begin: int
     end: int
-    previous: Unit | None
+    index: int
 
 
 class Runtime:
@@ -63,23 +66,25 @@ class Runtime:
         # Order of forwards: of the last pass, to prefetch by, and of the pass under way.
         self._last_order: list[Unit] = self.units
         self._order: list[Unit] = []
-        # Since the last backward: when each unit's first forward with gradients began, on a clock of their own.
+        # Since the last backward: forwards with gradients as they ended, and when each unit's first one began.
+        self._calls: list[Call] = []
         self._begun: dict[Unit, int] = {}
         self._clock = 0
         self._backward_over = True
-        self._last_call: Unit | None = None
-        # During backward: units yet to be reduced, the next one last.
+        # During backward: how many calls are yet to be visited, and units yet to be reduced, the next one last.
         self._in_backward = False
+        self._num_ahead = 0
         self._to_reduce: list[Unit] = []
-        self._complete: set[Unit] = set()
+        self._late: dict[Unit, int] = {}
         self._passed: set[Unit] = set()
         self._to_free: list[Unit] = []
         self._reductions: list[Reduction] = []
-        self._backward_hook = _untraced(self._before_backward)
+        self._backward_hook, self._root_hook = _untraced(self._before_backward), _untraced(self._before_root_backward)
 
     def attach(self, model: nn.Module) -> None:
-        """Registers the hooks. The root's own tells one forward of the whole model from the next."""
+        """Registers the hooks. The root's own tell one forward of the whole model from the next."""
         model.register_forward_pre_hook(_untraced(lambda *_: self._begin_order()))
+        model.register_forward_hook(_untraced(lambda _module, _args, output: self._after_root_forward(output)))
         for unit in self.units:
             for boundary in unit.boundaries:
                 self._attach(unit, boundary)
@@ -110,10 +115,9 @@ class Runtime:
         recomputing = in_backward()
         if self._in_backward and not recomputing:
             self._reset_after_failure()
-        if self._backward_over:
-            self._begun, self._clock, self._backward_over, self._last_call = {}, 0, False, None
-            if not recomputing:
-                self._begin_order()
+        if self._backward_over and not recomputing:
+            self._begun, self._calls, self._backward_over = {}, [], False
+            self._begin_order()
         unit.wait_unshard()
         if not recomputing:
             self._prefetch_next(unit)
@@ -128,42 +132,87 @@ class Runtime:
             expected[1].unshard()
 
     def _after_forward(self, unit: Unit, began: int, output: Any) -> None:
-        if self._in_backward:
-            return  # recomputation: the unit's backward follows at once
-        found = False
-        needs_backward = False
+        recomputing = in_backward()
+        is_recorded = False
         if torch.is_grad_enabled():
             self._clock += 1
-            call = Call(unit, began, self._clock, self._last_call)
-            hook = partial(self._backward_hook, call)
-            for tensor in _tensors(output):
-                found = True
-                if tensor.requires_grad:
-                    needs_backward = True
-                    tensor.register_hook(hook)
+            call = Call(unit, began, self._clock, len(self._calls))
+            found = self._register(partial(self._backward_hook, call), output)
             if not found:
                 _refuse(unit, output)
-            if needs_backward:
-                self._begun.setdefault(unit, began)
-                self._last_call = unit
+            # Of a trainable unit on every rank alike, even if nothing here requires gradients.
+            is_recorded = not recomputing and (unit.is_trainable or any(tensor.requires_grad for tensor in found))
+        if is_recorded:
+            self._begun.setdefault(unit, began)
+            self._calls.append(call)
         # What backward recomputes it uses at once.
-        if not in_backward() and (self.reshard_after_forward or not needs_backward):
+        if not recomputing and (self.reshard_after_forward or not is_recorded):
             unit.reshard()
 
+    def _after_root_forward(self, output: Any) -> None:
+        """Lets backward begin at the end of this forward, wherever this rank's graph meets the first unit."""
+        if torch.is_grad_enabled() and not in_backward():
+            self._register(partial(self._root_hook, self._calls, len(self._calls)), output)
+
+    @staticmethod
+    def _register(hook: Callable[[Tensor], None], output: Any) -> list[Tensor]:
+        """Returns every tensor of the output."""
+        found = list(_tensors(output))
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+        return found
+
+    def _before_root_backward(self, calls: list[Call], num_calls: int, _grad: Tensor) -> None:
+        # Before FSDP2's own hook on the same tensor, and so dmuon's end of backward comes before FSDP2's: where a
+        # wait holds up the host, none of a rank's reductions may be left for after a collective of FSDP2's.
+        self._enter_backward(num_calls if calls is self._calls else 0)
+
     def _before_backward(self, call: Call, _grad: Tensor) -> None:
-        self._enter_backward()
-        self._advance(call.end)
-        self._free_passed(call.end)
+        if call.index < len(self._calls) and self._calls[call.index] is call:
+            self._enter_backward(call.index + 1)
+            self._visit(call.index)
+        else:
+            self._enter_backward(0)
+            self._begin_late(call)
         if call.unit not in self._passed:
             call.unit.wait_unshard()
-            # A unit whose backward is over must not be filled again: nobody would free it.
-            if call.previous is not None and call.previous not in self._passed:
-                call.previous.unshard()
 
-    def _enter_backward(self) -> None:
+    def _visit(self, index: int) -> None:
+        """Fills the units of the calls from where backward is to `index`, each with the one before it."""
+        while self._num_ahead > index:
+            self._num_ahead -= 1
+            call = self._calls[self._num_ahead]
+            self._advance(call.end)
+            self._free_passed(call.end)
+            for unit in (call.unit, self._calls[max(0, self._num_ahead - 1)].unit):
+                # A unit whose backward is over must not be filled again: nobody would free it.
+                if unit not in self._passed:
+                    unit.unshard()
+
+    def _begin_late(self, call: Call) -> None:
+        """A call that was not foreseen: of a reentrant recomputation, or of a graph that an earlier backward kept."""
+        self._advance(call.end)
+        if call.unit not in self._to_reduce:
+            self._passed.discard(call.unit)
+            self._late[call.unit] = call.begin
+            self._to_reduce.append(call.unit)
+            # Recomputation is a backward of its own, at whose end nothing more will come.
+            queue_backward_callback(partial(self._end_late, call.unit))
+
+    def _end_late(self, unit: Unit) -> None:
+        while unit in self._to_reduce:
+            self._pass(self._to_reduce.pop())
+        if unit in self._to_free:
+            self._to_free.remove(unit)
+            unit.reshard()
+
+    def _enter_backward(self, num_calls: int) -> None:
+        """`num_calls`: of those since the last backward, how many belong to the forward at whose end it begins, or to
+        earlier ones."""
         if self._in_backward:
             return
-        self._in_backward = True
+        self._in_backward, self._num_ahead = True, num_calls
         queue_backward_callback(self._after_backward)
         self._to_reduce = sorted(self._begun, key=self._begun.__getitem__)
         # What earlier backward passes kept must not be left behind by a unit that this pass does not use.
@@ -171,24 +220,15 @@ class Runtime:
         if self.sync_gradients:
             self._to_reduce = unused + self._to_reduce
 
-    def on_complete(self, unit: Unit) -> None:
-        """Every parameter of the unit has its gradient of the backward under way."""
-        self._enter_backward()
-        self._complete.add(unit)
-        if unit not in self._begun and not unit.owes_reduction:
-            self._pass(unit)  # its forward ran inside this backward, by reentrant recomputation
-        self._advance(None)
+    def _advance(self, now: int) -> None:
+        """Reduces, latest first, the units whose first forward began after time `now`: backward, going through the
+        graph from its end, has left them behind. What gradients a unit has does not matter, for ranks may differ."""
+        while self._to_reduce and self._began(self._to_reduce[-1]) > now:
+            self._pass(self._to_reduce.pop())
 
-    def _advance(self, now: int | None) -> None:
-        """Reduces, latest first, the units that are complete or whose first forward began after time `now`, which
-        backward, going through the graph from its end, has left behind."""
-        while self._to_reduce:
-            unit = self._to_reduce[-1]
-            behind = now is not None and self._begun.get(unit, -1) > now
-            if not (behind or unit in self._complete):
-                return
-            self._to_reduce.pop()
-            self._pass(unit)
+    def _began(self, unit: Unit) -> int:
+        """When the first forward began that the backward under way comes back to."""
+        return self._late.get(unit, self._begun.get(unit, -1))
 
     def _pass(self, unit: Unit) -> None:
         """The unit's gradients are there: reduces or keeps them."""
@@ -205,12 +245,13 @@ class Runtime:
         self._to_free.append(unit)
 
     def _free_passed(self, now: int) -> None:
-        behind = [unit for unit in self._to_free if self._begun.get(unit, -1) > now]
+        behind = [unit for unit in self._to_free if self._began(unit) > now]
         for unit in behind:
             unit.reshard()
             self._to_free.remove(unit)
 
     def _after_backward(self) -> None:
+        self._visit(0)
         while self._to_reduce:
             self._pass(self._to_reduce.pop())
         for unit in reversed(self.units):
@@ -229,9 +270,9 @@ class Runtime:
         self._end_backward()
 
     def _end_backward(self) -> None:
-        self._in_backward, self._backward_over = False, True
+        self._in_backward, self._backward_over, self._num_ahead = False, True, 0
         self._reductions, self._to_reduce, self._to_free = [], [], []
-        self._complete.clear()
+        self._late.clear()
         self._passed.clear()
         self.reshard()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dmuon.collectives import Wait, nothing
 from dmuon.parameter import DedicatedParameter
 from dmuon.section import Section, aligned
+from dmuon.torch_internals import flatten_dense_tensors
 
 
 class GradientLayout:
@@ -36,9 +37,9 @@ class GradientLayout:
             pieces = self._complete
         else:
             pieces = self._pieces(grads, dtype, device)
-        flat = [piece if isinstance(piece, Tensor) else grads[piece].reshape(-1) for piece in pieces]
-        # One pass over all of them.
-        return torch.cat(flat, out=torch.empty(self.numel, dtype=dtype, device=device))
+        # One pass over all of them, in the wider of the dtypes.
+        flat = flatten_dense_tensors([piece if isinstance(piece, Tensor) else grads[piece] for piece in pieces])
+        return flat.to(dtype)
 
     def _pieces(
         self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device

@@ -50,6 +50,11 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, dtype=torch.float64))
 
 
+def flatten_dense_tensors(tensors: list[Tensor]) -> Tensor:
+    """All elements of all tensors behind one another, in the dtype that they promote to: [sum of numel]."""
+    return torch._utils._flatten_dense_tensors(tensors)
+
+
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
     torch._foreach_lerp_(tensors, ends, weight)
 

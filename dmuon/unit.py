@@ -7,6 +7,7 @@ broadcast from its owner before use, and one flat gradient, reduced to its owner
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,10 +60,8 @@ class Unit:
         for param in self.params:
             param.register(param.master)
 
-    def build_compute(
-        self, param_dtype: torch.dtype, reduce_dtype: torch.dtype, complete: Callable[[Unit], None]
-    ) -> None:
-        """Makes the compute copies. `complete(self)` is called when every parameter has its gradient of a backward."""
+    def build_compute(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Makes the compute copies."""
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         away = [section for section in self.sections if not section.in_column]
         if away:
@@ -78,19 +77,17 @@ class Unit:
                 section.set_compute(torch.zeros(section.numel, dtype=param_dtype, device=section.device))
             section.refresh_compute()
 
-        def hook_of(param: DedicatedParameter) -> Callable[[Tensor], None]:
-            def take(compute: Tensor) -> None:
-                assert compute.grad is not None
-                self._grads[param] = param.local_gradient(compute.grad)
-                # Taken here, before anything can clear it: the reduction is the gradient's only reader.
-                compute.grad = None
-                if len(self._grads) == len(self.params):
-                    complete(self)
-
-            return take
-
         for param in self.params:
-            param.compute.register_post_accumulate_grad_hook(hook_of(param))
+            param.compute.register_post_accumulate_grad_hook(_gradient_hook(self, param))
+
+    def take(self, param: DedicatedParameter, compute: Tensor) -> None:
+        """Takes the gradient of one parameter."""
+        assert compute.grad is not None
+        grad = param.local_gradient(compute.grad)
+        # A second time where several graphs meet in one backward: each reentrant recomputation has its own.
+        self._grads[param] = self._grads[param] + grad if param in self._grads else grad
+        # Taken here, before anything can clear it: the reduction is the gradient's only reader.
+        compute.grad = None
 
     def unshard(self) -> None:
         """Starts filling the compute buffers."""
@@ -162,3 +159,16 @@ class Unit:
     def discard_accumulated(self) -> None:
         """Drops what backward passes without synchronisation have left."""
         self._accumulated, self.owes_reduction = {}, False
+
+
+def _gradient_hook(unit: Unit, param: DedicatedParameter) -> Callable[[Tensor], None]:
+    """Holds nothing alive: Python's collector does not look into a tensor's hooks, so that a cycle would stay."""
+    unit_ref, param_ref = weakref.ref(unit), weakref.ref(param)
+
+    def take(compute: Tensor) -> None:
+        unit, param = unit_ref(), param_ref()
+        assert unit is not None
+        assert param is not None
+        unit.take(param, compute)
+
+    return take

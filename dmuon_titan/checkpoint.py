@@ -146,10 +146,12 @@ class Checkpointer:
         num_bad_ranks = (~finite.all()).to(torch.int32)
         dist.all_reduce(num_bad_ranks)
         if num_bad_ranks.item():
-            bad = [name for name, tensor in _tensors(state) if not tensor.isfinite().all()]
+            here = next((name for name, tensor in _tensors(state) if not tensor.isfinite().all()), None)
+            firsts: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(firsts, here)  # all ranks raise the same: it is printed once
             raise NonFiniteError(
                 f"step {self.train_state.step} made a weight or optimizer state infinite or NaN, first "
-                f"{bad[0] if bad else 'on another rank'}: it is not saved"
+                f"{next(filter(None, firsts))}: it is not saved"
             )
 
     def _retain(self) -> None:

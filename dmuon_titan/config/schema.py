@@ -16,6 +16,9 @@ PathBase = Literal["data", "output", "run"]
 
 EMBEDDED_DATASET = "python_stdlib"
 
+# What a step computes from these stays within float32; beyond it torch fails with an error of its own.
+_LARGEST, _LARGEST_DECAY = 1e30, 1e6
+
 
 def key(
     default: Any,
@@ -111,15 +114,25 @@ class Optimizer:
     """Muon for the matrices inside the blocks with AdamW for all other parameters, or AdamW for everything."""
 
     name: str = key("Muon", "Muon (AdamW beside it), or AdamW alone.", choices=("Muon", "AdamW"))
-    lr: float = key(8e-4, "Peak learning rate.", above=0, aliases=("learning_rate", "max_lr"))
-    adamw_lr: float | None = key(None, "Peak learning rate of AdamW beside Muon. None: `lr`.", above=0, only_for="Muon")
-    weight_decay: float = key(0.1, "Decoupled weight decay.", at_least=0, aliases=("wd",))
+    lr: float = key(8e-4, "Peak learning rate.", above=0, at_most=_LARGEST, aliases=("learning_rate", "max_lr"))
+    adamw_lr: float | None = key(
+        None,
+        "Peak learning rate of AdamW beside Muon. None: `lr`.",
+        above=0,
+        at_most=_LARGEST,
+        only_for="Muon",
+    )
+    weight_decay: float = key(0.1, "Decoupled weight decay.", at_least=0, at_most=_LARGEST_DECAY, aliases=("wd",))
     adamw_weight_decay: float | None = key(
-        None, "Weight decay of AdamW beside Muon. None: `weight_decay`.", at_least=0, only_for="Muon"
+        None,
+        "Weight decay of AdamW beside Muon. None: `weight_decay`.",
+        at_least=0,
+        at_most=_LARGEST_DECAY,
+        only_for="Muon",
     )
     beta1: float = key(0.9, "AdamW: decay of the first moment.", at_least=0, below=1, aliases=("betas",))
     beta2: float = key(0.95, "AdamW: decay of the second moment.", at_least=0, below=1)
-    eps: float = key(1e-8, "AdamW: added to the denominator.", above=0, aliases=("epsilon",))
+    eps: float = key(1e-8, "AdamW: added to the denominator.", above=0, at_most=_LARGEST, aliases=("epsilon",))
     momentum: float = key(
         0.95, "Muon: decay of the gradient average.", at_least=0, below=1, only_for="Muon", aliases=("mu",)
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -15,6 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.blackbox.conftest import losses
 from tests.blackbox.job import RUN_TRAIN, Ended, Job
 from tests.debruijn import debruijn_tokens, write_tokens
+
+_TIMEOUT_S = 240
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,10 @@ class Runs:
                 environ={"NPROC_PER_NODE": str(mesh[0] * mesh[1]), "CUDA_VISIBLE_DEVICES": ""},
                 command=(str(self._program),),
             )
-            self._made[name] = Run(job.end(timeout_s=300), self.folder / name)
+            try:
+                self._made[name] = Run(job.end(timeout_s=_TIMEOUT_S), self.folder / name)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"{name} was not over after {_TIMEOUT_S} s:\n{job.output()}")
         run = self._made[name]
         assert run.ended.status == status, run.ended.stdout + run.ended.stderr
         return run

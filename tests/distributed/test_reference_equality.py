@@ -149,7 +149,7 @@ def assert_equal_histories(
                 error = (weight - expected["weights"][name]).norm() / update.norm()
                 # Where a gradient is nearly singular, float32 rounding of its small singular values is amplified by
                 # the steep start of the polynomial, eight hundredfold at the origin, in both sides alike.
-                allowed = 10 * tolerance if step == 0 else 50 * tolerance
+                allowed = 20 * tolerance if step == 0 else 50 * tolerance
                 assert error < allowed, f"update of {name}, step {step}: {error:.2e} of its norm"
                 assert_close(weight, expected["weights"][name], f"weight {name}, step {step}", tolerance)
         for name in expected["grads"]:

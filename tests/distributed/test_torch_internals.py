@@ -155,3 +155,9 @@ def test_memory_history_is_recorded() -> None:
     tensor = torch.ones(1024, device="cuda")
     assert torch_internals.memory_snapshot()["segments"]
     del tensor
+
+
+def test_flattening_keeps_order_and_promotes() -> None:
+    flat = torch_internals.flatten_dense_tensors([torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.full((3,), 2.0)])
+    assert flat.dtype == torch.float32
+    assert flat.tolist() == [1, 1, 1, 1, 2, 2, 2]
