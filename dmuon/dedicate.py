@@ -90,7 +90,7 @@ def dedicate_params(
             assignment.owners[c.name],
             c.param.dtype,
             splits.get(c.name, ()),
-            tensor_parallel_slice(c.name, c.param, splits.get(c.name, ())),
+            tensor_parallel_slice(c.name, c.param),
         )
         for c in chosen
     }

@@ -18,6 +18,7 @@ from dmuon.hooks import find_runtime, reshard
 from dmuon.newton_schulz import Coefficients, orthogonalize, resolve_dtype
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.parameter import local
+from dmuon.slices import SliceUpdates
 from dmuon.torch_internals import foreach_lerp_
 
 MOMENTUM = "momentum_buffer"
@@ -45,6 +46,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "match_rms_adamw" scales an m x n update by 0.2 sqrt(max(m, n)), so that one learning rate
             serves both kinds; "original" by sqrt(max(1, m / n)).
         ns_steps, ns_backend, ns_coefficients, ns_dtype: see `dmuon.newton_schulz`.
+        tp_strategy: how matrices that tensor parallelism has cut are orthogonalised: "exchange", "distributed_gram" or
+            the cheaper one for each, "auto"; see `dmuon.tensor_parallel`.
         momentum_dtype: what momentum is kept in, None for float32. With bfloat16 it is computed in float32 still.
         adamw_betas, adamw_eps: AdamW's.
         param_groups: options by name, [{"params": "*.experts.*", "lr": 1e-4}, ...]. "params" is an fnmatch pattern
@@ -70,6 +73,7 @@ class Muon(torch.optim.Optimizer):
         ns_backend: str = "gram",
         ns_coefficients: Coefficients = "polar_express",
         ns_dtype: str = "auto",
+        tp_strategy: str = "auto",
         momentum_dtype: torch.dtype | None = None,
         adamw_lr: float | None = None,
         adamw_weight_decay: float | None = None,
@@ -105,6 +109,8 @@ class Muon(torch.optim.Optimizer):
         check_momentum_dtype(momentum_dtype)
 
         self._model, self._runtime = model, runtime
+        tp = runtime.axes.tp
+        self._update_slices = None if tp is None else SliceUpdates(tp, tp_strategy)
         self._replicate_async = replicate_async
         self._dedicated = {param.master: param for unit in runtime.units for param in unit.params}
         named = named_parameters(model, self._dedicated)
@@ -214,9 +220,15 @@ class Muon(torch.optim.Optimizer):
                 tensor.copy_(loaded[param][slot])
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        pieces = [piece for param in group["params"] if _is_due(param) for piece in self._pieces(param)]
+        due = [param for param in group["params"] if _is_due(param)]
+        pieces = [piece for param in due if not self._dedicated[param].is_cut for piece in self._pieces(param)]
         for batch in batches([piece.master.shape for piece in pieces]):
             self._update([pieces[index] for index in batch], group)
+        if self._update_slices is not None:
+            cut = [
+                (self._dedicated[param], self.state[param][MOMENTUM]) for param in due if self._dedicated[param].is_cut
+            ]
+            self._update_slices(cut, group, lr_scale)
 
     def _pieces(self, param: nn.Parameter) -> Iterator[Piece]:
         """A parameter's matrices, or stacks of them of which none is larger than a batch may be."""

@@ -73,6 +73,11 @@ class DedicatedParameter:
     def numel(self) -> int:
         return self.local_shape.numel()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a tp rank has a part of it only."""
+        return self.slice is not None and self.slice.dim is not None
+
     def set_master(self, part: Tensor | None) -> None:
         """`part`: float32 storage of the local shape on the owner, None elsewhere."""
         if part is None:
@@ -127,7 +132,7 @@ class DedicatedParameter:
         return all(module._parameters.get(attribute) is self.master for module, attribute in self.places)
 
 
-def tensor_parallel_slice(name: str, param: nn.Parameter, split: tuple[int, ...]) -> Slice | None:
+def tensor_parallel_slice(name: str, param: nn.Parameter) -> Slice | None:
     """How `parallelize_module` has cut a parameter over the tp axis; None of a plain tensor.
 
     Raises:
@@ -138,11 +143,6 @@ def tensor_parallel_slice(name: str, param: nn.Parameter, split: tuple[int, ...]
     (placement,) = param.placements
     if not (placement.is_replicate() or type(placement) is Shard):
         raise ValueError(f"{name} is placed as {placement} on the tp axis: it must be Shard or Replicate there")
-    if split and isinstance(placement, Shard) and placement.dim == 0:
-        raise ValueError(
-            f"{name} is cut over its rows by tensor parallelism, and split says that its rows are several matrices: "
-            "use one Linear for each of them"
-        )
     return Slice(param.device_mesh, placement, param.shape, param.stride())
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon.hooks import find_runtime
 from dmuon.reference import ReferenceMuon
 from tests.distributed.pool import RankPool
 
@@ -86,7 +87,9 @@ def reference() -> list[dict[str, Any]]:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         grads = {name: whole(param.grad) for name, param in model.named_parameters()}
         optimizer.step()
-        history.append({"norm": norm, "grads": grads, "weights": {n: whole(p) for n, p in model.named_parameters()}})
+        weights = {name: whole(param) for name, param in model.named_parameters()}
+        momenta = {name: buffer.clone() for name, buffer in optimizer.momentum_buffers.items()}
+        history.append({"norm": norm, "grads": grads, "weights": weights, "momenta": momenta})
     return history
 
 
@@ -109,7 +112,20 @@ def train(degrees: tuple[int, int, int], asynchronous: bool, **options: Any) -> 
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: whole(param) for name, param in model.named_parameters() if param.device.type != "meta"}
-        history.append({"norm": norm, "grads": grads, "weights": weights})
+        momenta = {
+            name: whole(optimizer.state[param]["momentum_buffer"])
+            for name, param in model.named_parameters()
+            if "momentum_buffer" in optimizer.state[param]
+        }
+        find_runtime(model).wait_publish()
+        computed = {
+            f"{param.name} of {section.owner}": param.view(section.compute).clone()
+            for unit in find_runtime(model).units
+            for section in unit.sections
+            for param in section.params
+            if section.in_column
+        }
+        history.append({"norm": norm, "grads": grads, "weights": weights, "momenta": momenta, "computed": computed})
     return history
 
 
@@ -133,3 +149,34 @@ def test_a_step_equals_one_process(ranks: Callable[[int], RankPool], degrees: tu
                 assert_close(grad, right["grads"][name], f"gradient of {name}, step {step}", 1e-5)
             for name, weight in seen["weights"].items():
                 assert_close(weight, right["weights"][name], f"weight {name}, step {step}", 1e-5)
+            for name, momentum in seen["momenta"].items():
+                assert_close(momentum, right["momenta"][name], f"momentum of {name}, step {step}", 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "distributed_gram", "auto"])
+def test_async_is_sync_and_strategies_agree(ranks: Callable[[int], RankPool], strategy: str) -> None:
+    """Publishing late may change no bit; the two ways to orthogonalise may differ by rounding only."""
+    pool = ranks(8)
+    asynchronous, synchronous = (pool.run(train, (2, 2, 2), late, tp_strategy=strategy) for late in (True, False))
+    exchanged = pool.run(train, (2, 2, 2), True, tp_strategy="exchange")
+    moved = 0
+    for rank in range(8):
+        for step in range(NUM_STEPS):
+            a, b, c = (history[rank][step] for history in (asynchronous, synchronous, exchanged))
+            assert torch.equal(a["norm"], b["norm"])
+            for name, weight in a["weights"].items():
+                assert torch.equal(weight, b["weights"][name]), name
+                assert_close(weight, c["weights"][name], f"{name} by {strategy} and by exchange", 1e-3)
+                moved += step > 0 and not torch.equal(weight, asynchronous[rank][0]["weights"][name])
+    assert moved
+
+
+def test_replicas_hold_the_same_bits(ranks: Callable[[int], RankPool]) -> None:
+    """Rank r and rank r + 4 differ in the replicate coordinate alone."""
+    histories = ranks(8).run(train, (2, 2, 2), True)
+    for one, other in zip(histories[:4], histories[4:], strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a["computed"].keys() == b["computed"].keys()
+            assert a["computed"]
+            for name, copy in a["computed"].items():
+                assert torch.equal(copy, b["computed"][name]), name

@@ -1,0 +1,100 @@
+"""The update of parameters that tensor parallelism has cut: the tp ranks of an owner orthogonalise together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmuon.collectives import Axis
+from dmuon.newton_schulz import resolve_dtype
+from dmuon.parameter import DedicatedParameter, local
+from dmuon.tensor_parallel import STRATEGIES, Layout, TensorParallelOrthogonalizer, plan_orthogonalization
+
+
+class Part(NamedTuple):
+    """This rank's slice of one matrix or stack: views of master, gradient and momentum in the local shape."""
+
+    layout: Layout
+    master: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class SliceUpdates:
+    """Momentum -> orthogonalise -> masters. Masters and momentum stay where they are.
+
+    Args:
+        axis: the tp axis.
+        strategy: see `dmuon.tensor_parallel.plan_orthogonalization`.
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+
+    def __init__(self, axis: Axis, strategy: str) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"tp_strategy = {strategy!r}: must be one of {', '.join(STRATEGIES)}")
+        self._axis, self._strategy = axis, strategy
+        self._planned: dict[tuple[object, ...], TensorParallelOrthogonalizer] = {}
+
+    def __call__(
+        self,
+        params: Sequence[tuple[DedicatedParameter, Tensor]],
+        group: dict[str, Any],
+        scale_of: Callable[[str, Sequence[int]], float],
+    ) -> None:
+        """All tp ranks together.
+
+        Args:
+            params: each with its momentum; the same ones in the same order on all tp ranks.
+            group: the options of `dmuon.Muon`.
+            scale_of: (adjust_lr_fn, logical shape) -> factor on the learning rate.
+        """
+        parts = [part for param, momentum in params for part in self._parts(param, momentum)]
+        if not parts:
+            return
+        device = parts[0].master.device
+        orthogonalizer = self._orthogonalizer(parts, resolve_dtype(group["ns_dtype"], device))
+        results = orthogonalizer.stream(
+            lambda index: _look_ahead(parts[index], group["momentum"], group["nesterov"]),
+            num_steps=group["ns_steps"],
+            backend=group["ns_backend"],
+            coefficients=group["ns_coefficients"],
+        )
+        for index, orthogonal in results:
+            part = parts[index]
+            scale = scale_of(group["adjust_lr_fn"], part.layout.shape)
+            part.master.mul_(1 - group["lr"] * group["weight_decay"])
+            part.master.add_(orthogonal, alpha=-group["lr"] * scale)
+
+    def _parts(self, param: DedicatedParameter, momentum: Tensor) -> list[Part]:
+        assert param.slice is not None
+        assert param.master.grad is not None
+        layout = Layout(tuple(param.logical_shape), param.slice.dim)
+        tensors = [local(tensor) for tensor in (param.master, param.master.grad, momentum)]
+        if not param.split:
+            return [Part(layout, *tensors)]
+        layouts = layout.split(param.split, self._axis.size)
+        rows = [piece.local_shape(self._axis.size, self._axis.index)[0] for piece in layouts]
+        views = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+        return [Part(piece, *view) for piece, view in zip(layouts, views, strict=True)]
+
+    def _orthogonalizer(self, parts: Sequence[Part], dtype: torch.dtype) -> TensorParallelOrthogonalizer:
+        """Planned once for the matrices that have gradients, which are nearly always the same."""
+        layouts = tuple(part.layout for part in parts)
+        if (layouts, dtype) not in self._planned:
+            # What travels in the iteration's dtype was normalised in float32 before: nothing is lost by it.
+            plan = plan_orthogonalization(layouts, self._axis.size, self._strategy, dtype=dtype, wire_dtype=dtype)
+            self._planned[layouts, dtype] = TensorParallelOrthogonalizer(plan, self._axis)
+        return self._planned[layouts, dtype]
+
+
+def _look_ahead(part: Part, momentum: float, nesterov: bool) -> Tensor:
+    """Advances the momentum and returns the update in float32, the gradient left as it is."""
+    advanced = part.momentum.float().lerp_(part.grad, 1 - momentum)
+    if advanced is not part.momentum:
+        part.momentum.copy_(advanced)
+    return part.grad.lerp(advanced, momentum) if nesterov else advanced
