@@ -60,7 +60,6 @@ def validate(config: JobConfig, world: World | None) -> list[str]:
     if world is not None:
         collect(_mesh_mistakes(config, world.num_ranks))
         collect(_async_tensor_parallel_mistakes(config, world))
-    collect(_muon_mistakes(config))
     collect(_activation_checkpoint_mistakes(config))
     collect(_profiling_mistakes(config))
     collect(_dataset_mistakes(config))
@@ -174,15 +173,6 @@ def _tensor_parallel_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[st
         common = math.gcd(*divided.values())
         largest = max(degree for degree in range(1, min(tp, common) + 1) if common % degree == 0)
         yield f"parallelism.tensor_parallel_degree = {tp}: doesn't divide {strangers}; largest legal below: {largest}"
-
-
-def _muon_mistakes(config: JobConfig) -> Iterator[str]:
-    tp = config.parallelism.tensor_parallel_degree
-    if config.optimizer.name == "Muon" and tp > 1:
-        yield (
-            f"parallelism.tensor_parallel_degree = {tp}: Muon takes whole matrices only so far; set "
-            'optimizer.name = "AdamW", or the degree to 1'
-        )
 
 
 def _async_tensor_parallel_mistakes(config: JobConfig, world: World) -> Iterator[str]:
@@ -305,7 +295,7 @@ def _fitting_preset(need: MemoryNeed, world: World) -> str | None:
         config = load_config(["--config", str(TRAIN_CONFIGS / f"{name}.toml")], environ={}).config
         size = _find_size(config)
         smaller = _need(config, size, world) if size else None
-        if size is None or smaller is None or any(_unsupported(config)) or any(_muon_mistakes(config)):
+        if size is None or smaller is None or any(_unsupported(config)):
             continue
         if any(_mesh_mistakes(config, world.num_ranks)) or any(_tensor_parallel_mistakes(config, size)):
             continue
