@@ -22,6 +22,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp
+    import torch.distributed.tensor.debug
 
     torch.set_num_threads(1)
     gc.collect()
@@ -45,6 +46,8 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         gc.collect()
         # Every gloo group has threads and sockets of its own, and hundreds of groups stall a machine.
         dist.destroy_process_group()
+        # DTensor remembers results on a mesh equal to one of the next call, but with groups that are gone.
+        torch.distributed.tensor.debug._clear_sharding_prop_cache()
 
 
 class RankPool:
