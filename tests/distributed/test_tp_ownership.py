@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon.collectives import Axis, Wait
 from dmuon.hooks import find_runtime
 from dmuon.reference import ReferenceMuon
 from tests.distributed.pool import RankPool
 
-DIM, HIDDEN, NUM_STEPS, MAX_NORM, LR = 16, 24, 3, 0.5, 3e-3
+DIM, HIDDEN, NUM_STEPS, MAX_NORM, LR = 16, 24, 10, 0.5, 3e-3
 PLAN = {
     "query": ColwiseParallel(),
     "key": ColwiseParallel(),
@@ -93,7 +95,10 @@ def reference() -> list[dict[str, Any]]:
     return history
 
 
-def train(degrees: tuple[int, int, int], asynchronous: bool, **options: Any) -> list[dict[str, Any]]:
+def train(
+    degrees: tuple[int, int, int], asynchronous: bool, delayed_rank: int | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """`delayed_rank` comes late to every publish that it takes part in."""
     mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard", "tp"))
     model = initialized()
     for layer in model.layers:
@@ -103,6 +108,8 @@ def train(degrees: tuple[int, int, int], asynchronous: bool, **options: Any) -> 
         fully_shard(layer, mesh=mesh["replicate", "shard"])
     fully_shard(model, mesh=mesh["replicate", "shard"])
     optimizer = dmuon.Muon(model, lr=LR, ns_dtype="float32", replicate_async=asynchronous, **options)
+    if dist.get_rank() == delayed_rank:
+        delay_broadcasts(find_runtime(model).axes.replicate)
     dp_world, dp_rank = degrees[0] * degrees[1], dist.get_rank() // degrees[2]
     history = []
     for step in range(NUM_STEPS):
@@ -127,6 +134,16 @@ def train(degrees: tuple[int, int, int], asynchronous: bool, **options: Any) -> 
         }
         history.append({"norm": norm, "grads": grads, "weights": weights, "momenta": momenta, "computed": computed})
     return history
+
+
+def delay_broadcasts(axis: Axis) -> None:
+    broadcast = axis.broadcast
+
+    def late(tensor: Tensor, root: int) -> Wait:
+        time.sleep(0.005)
+        return broadcast(tensor, root)
+
+    axis.broadcast = late  # type: ignore[method-assign]
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
@@ -155,9 +172,12 @@ def test_a_step_equals_one_process(ranks: Callable[[int], RankPool], degrees: tu
 
 @pytest.mark.parametrize("strategy", ["exchange", "distributed_gram", "auto"])
 def test_async_is_sync_and_strategies_agree(ranks: Callable[[int], RankPool], strategy: str) -> None:
-    """Publishing late may change no bit; the two ways to orthogonalise may differ by rounding only."""
+    """Publishing late, and one rank later still, may change no bit; the two ways to orthogonalise may differ by rounding only."""
     pool = ranks(8)
-    asynchronous, synchronous = (pool.run(train, (2, 2, 2), late, tp_strategy=strategy) for late in (True, False))
+    asynchronous, synchronous = (
+        pool.run(train, (2, 2, 2), later, delayed_rank, tp_strategy=strategy)
+        for later, delayed_rank in ((True, 3), (False, None))
+    )
     exchanged = pool.run(train, (2, 2, 2), True, tp_strategy="exchange")
     moved = 0
     for rank in range(8):
