@@ -230,9 +230,9 @@ def saver_on(degrees: Degrees, folder: Path, size: LlamaSize) -> tuple[Checkpoin
 
 def logical_state(saver: Checkpointer) -> dict[str, Tensor]:
     state = dmuon.get_state_dict(saver.model, saver.optimizer)
-    found = {name: whole(tensor) for name, tensor in state["model"].items()}
+    found = {name: whole(tensor).clone() for name, tensor in state["model"].items()}
     for name, slots in state["optimizer"]["state"].items():
-        found |= {f"{name}.{slot}": whole(tensor) for slot, tensor in slots.items()}
+        found |= {f"{name}.{slot}": whole(tensor).clone() for slot, tensor in slots.items()}
     return found
 
 
