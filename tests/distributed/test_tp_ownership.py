@@ -172,7 +172,7 @@ def test_a_step_equals_one_process(ranks: Callable[[int], RankPool], degrees: tu
 
 @pytest.mark.parametrize("strategy", ["exchange", "distributed_gram", "auto"])
 def test_async_is_sync_and_strategies_agree(ranks: Callable[[int], RankPool], strategy: str) -> None:
-    """Publishing late, and one rank later still, may change no bit; the two ways to orthogonalise may differ by rounding only."""
+    """Late publishes, one rank later still, may change no bit; the ways to orthogonalise differ by rounding only."""
     pool = ranks(8)
     asynchronous, synchronous = (
         pool.run(train, (2, 2, 2), later, delayed_rank, tp_strategy=strategy)
