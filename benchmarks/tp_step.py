@@ -1,7 +1,7 @@
 """Milliseconds of an optimizer step under tensor parallelism, by strategy.
 
-torchrun --nproc-per-node 2 -m benchmarks.tp_step --config llama3_1b.toml --parallelism.tensor_parallel_degree 2
-torchrun --nproc-per-node 2 -m benchmarks.tp_step --config llama3_8b.toml --layers 4 --parallelism.tensor_parallel_degree 2
+torchrun --nproc-per-node 2 -m benchmarks.tp_step --parallelism.tensor_parallel_degree 2 --config llama3_1b.toml
+torchrun --nproc-per-node 2 -m benchmarks.tp_step --parallelism.tensor_parallel_degree 2 --config llama3_8b.toml --layers 4
 
 Flags are the job's own. Gradients are random; forward and backward do not run. Strategies take turns, so that whatever
 slows the machine slows all of them. Prints one JSON line.
@@ -68,8 +68,8 @@ def _step_ms(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
     """Of the matrices' update alone: only they have gradients."""
     for param in dmuon.dedicated_params(model):
         if param.device.type != "meta":
-            param.grad = torch.randn_like(param)
-            local(param.grad).mul_(1e-3)
+            param.grad = torch.zeros_like(param)
+            local(param.grad).normal_(std=1e-3)
     _synchronize(device)
     dist.barrier()
     begin = time.perf_counter()

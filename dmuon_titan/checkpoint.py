@@ -47,6 +47,7 @@ class TrainState:
     global_batch_size: int  # sequences
     num_ranks: int
     num_threads: int
+    tp_degree: int = 1
     step: int = 0
     consumed_samples: int = 0
     tokens_seen: int = 0

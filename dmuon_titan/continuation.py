@@ -19,9 +19,9 @@ from dmuon_titan.errors import CheckpointError
 
 
 def saved_names(path: Path, metadata: Metadata, train_state: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's train state can be asked for. Early ones did not save the global batch size."""
+    """What a checkpoint's train state can be asked for. Early ones lack the global batch size and the tp degree."""
     found = {name: None for name in train_state if f"train_state.{name}" in metadata.state_dict_metadata}
-    missing = train_state.keys() - found.keys() - {"global_batch_size"}
+    missing = train_state.keys() - found.keys() - {"global_batch_size", "tp_degree"}
     if missing:
         raise CheckpointError(f"{path} was not saved by this program: it has no {', '.join(sorted(missing))}")
     return found
@@ -47,12 +47,13 @@ def note_inexact(path: Path, saved: dict[str, Any], run: dict[str, Any]) -> None
             f"{path.name} was saved with a global batch of {batch_size} sequences, this run has {now}: it continues "
             "with the same samples, but in other steps"
         )
-    for name, shown in (("num_ranks", "ranks"), ("num_threads", "threads a rank")):
-        now = run[name]
-        if saved[name] != now:
+    shown = {"num_ranks": "ranks", "tp_degree": "tensor-parallel ranks", "num_threads": "threads a rank"}
+    for name, what in shown.items():
+        before, now = saved.get(name, 1), run[name]  # without a tp degree there was none
+        if before != now:
             logger.warning(
-                f"{path.name} was saved with {saved[name]} {shown}, this run has {now}: it continues with the same "
-                "samples, but not bit for bit"
+                f"{path.name} was saved with {before} {what}, this run has {now}: it continues with the same samples, "
+                "but not bit for bit"
             )
 
 

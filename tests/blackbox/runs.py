@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -51,18 +52,22 @@ class Runs:
         write_tokens(folder / "data", debruijn_tokens(), vocab_size=256)
         (folder / "job.toml").write_text(config)
 
-    def run(self, name: str, mesh: tuple[int, int], *flags: str, status: int = 0) -> Run:
-        """A job on a (replicate, shard) mesh, which must end with this status. Asked for again, the same run."""
+    def run(self, name: str, mesh: tuple[int, ...], *flags: str, status: int = 0) -> Run:
+        """A job on a (replicate, shard) or (replicate, shard, tp) mesh, which must end with this status.
+
+        Asked for again, it is the same run.
+        """
         if name not in self._made:
             job = Job(
                 [
                     *("--config", str(self.folder / "job.toml"), "--job.dump_folder", str(self.folder / name)),
                     *("--parallelism.data_parallel_replicate_degree", str(mesh[0])),
-                    *("--parallelism.data_parallel_shard_degree", str(mesh[1]), *flags),
+                    *("--parallelism.data_parallel_shard_degree", str(mesh[1])),
+                    *("--parallelism.tensor_parallel_degree", str(mesh[2] if len(mesh) > 2 else 1), *flags),
                 ],
                 logs=self.folder,
                 cwd=self.folder,
-                environ={"NPROC_PER_NODE": str(mesh[0] * mesh[1]), "CUDA_VISIBLE_DEVICES": ""},
+                environ={"NPROC_PER_NODE": str(math.prod(mesh)), "CUDA_VISIBLE_DEVICES": ""},
                 command=(str(self._program),),
             )
             try:
@@ -73,7 +78,7 @@ class Runs:
         assert run.ended.status == status, run.ended.stdout + run.ended.stderr
         return run
 
-    def again(self, name: str, mesh: tuple[int, int], *flags: str, status: int = 0) -> Run:
+    def again(self, name: str, mesh: tuple[int, ...], *flags: str, status: int = 0) -> Run:
         """One more job in the folder of an earlier run."""
         self._made.pop(name, None)
         return self.run(name, mesh, *flags, status=status)

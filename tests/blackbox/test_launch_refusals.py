@@ -101,31 +101,63 @@ def test_b16_integers_are_floats_and_toml_exponents_numbers(tmp_path: Path, refu
     assert line.startswith("training.steps = -5")
 
 
-# B17 on 2 ranks, tensor parallelism aside: (replicate, shard), and the product that the message shows.
+# B17 on 2 ranks: (replicate, shard, tp), and the product that the message shows.
+def degrees(replicate: int, shard: int, tp: int) -> tuple[str, ...]:
+    return (
+        f"--parallelism.data_parallel_replicate_degree={replicate}",
+        f"--parallelism.data_parallel_shard_degree={shard}",
+        f"--parallelism.tensor_parallel_degree={tp}",
+        "--optimizer.name=AdamW",
+    )
+
+
 @pytest.mark.parametrize(
-    ("replicate", "shard", "product"),
-    [(1, 1, 1), (2, 2, 4), (-1, -1, None), (1, -2, None), (0, 2, None), (1, 3, 3), (3, -1, 3), (2, 0, None), (4, 1, 4)],
+    ("mesh", "product"),
+    [
+        ((1, 1, 1), 1),
+        ((2, 2, 1), 4),
+        ((-1, -1, 1), None),
+        ((1, -2, 1), None),
+        ((0, 2, 1), None),
+        ((1, 3, 1), 3),
+        ((3, -1, 1), 3),
+        ((2, 0, 1), None),
+        ((4, 1, 1), 4),
+        ((1, 2, 2), 4),
+        ((2, -1, 2), 4),
+        ((1, 2, 0), None),
+        ((1, 2, -1), None),
+    ],
 )
 def test_b17_degrees_that_do_not_multiply_to_the_ranks(
-    replicate: int, shard: int, product: int | None, refused: Refused
+    mesh: tuple[int, int, int], product: int | None, refused: Refused
 ) -> None:
-    degrees = (f"--parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
-    (line,) = refused(next(degrees), str(replicate), next(degrees), str(shard))
+    (line,) = refused(*degrees(*mesh))
     if product is None:
         assert line.startswith("parallelism")
     else:
         assert f"replicate x shard x tp = {product} but world size = 2" in line
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (1, -1), (2, 1), (2, -1)])
-def test_b17_legal_degrees(replicate: int, shard: int, refused: Refused) -> None:
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (1, -1, 1), (2, 1, 1), (2, -1, 1), (1, 1, 2), (1, -1, 2)])
+def test_b17_legal_degrees(mesh: tuple[int, int, int], refused: Refused) -> None:
     """Beside them one mistake of the same check, so that nothing starts: it is the only one."""
-    (line,) = refused(
-        f"--parallelism.data_parallel_replicate_degree={replicate}",
-        f"--parallelism.data_parallel_shard_degree={shard}",
-        "--model.flavor=9B",
-    )
+    (line,) = refused(*degrees(*mesh), "--model.flavor=9B")
     assert line.startswith('model.flavor = "9B"')
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--training.seq_len=31",), "doesn't divide training.seq_len 31; largest legal below: 1"),
+        (("--model.flavor=405B", "--parallelism.tensor_parallel_degree=16"), "kv heads 8; largest legal below: 8"),
+        (("--optimizer.name=Muon",), "Muon"),
+        (("--parallelism.enable_async_tensor_parallel",), "needs compile.enable = true"),
+    ],
+)
+def test_b18_what_tensor_parallelism_cannot_do(flags: tuple[str, ...], named: str, refused: Refused) -> None:
+    lines = refused(*degrees(1, -1, 2), *flags)
+    assert any("tensor_parallel" in line and named in line for line in lines)
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [("5", "2"), ("9", "3"), ("2", "2")])

@@ -245,6 +245,8 @@ def test_other_ranks_and_another_global_batch_are_said_once(tmp_path: Path, rank
     batch, num_ranks = first
     assert "saved with a global batch of 8 sequences, this run has 16" in batch
     assert "saved with 1 ranks, this run has 2" in num_ranks
+    ((degree,),) = ranks(1).run(warnings_of, tmp_path, {"tp_degree": 2})
+    assert "saved with 1 tensor-parallel ranks, this run has 2" in degree
 
 
 def save_like_an_early_version(folder: Path, left_out: str) -> None:
@@ -257,10 +259,11 @@ def save_like_an_early_version(folder: Path, left_out: str) -> None:
     dcp.save(state, checkpoint_id=folder / "step-4")
 
 
-def test_a_checkpoint_that_does_not_say_its_global_batch_is_loaded(
-    tmp_path: Path, ranks: Callable[[int], RankPool]
+@pytest.mark.parametrize("left_out", ["global_batch_size", "tp_degree"])
+def test_a_checkpoint_that_does_not_say_what_came_later_is_loaded(
+    left_out: str, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    ranks(1).run(save_like_an_early_version, tmp_path, "global_batch_size")
+    ranks(1).run(save_like_an_early_version, tmp_path, left_out)
     assert ranks(1).run(warnings_of, tmp_path, {}) == [[]]
 
 
