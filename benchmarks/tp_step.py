@@ -1,7 +1,7 @@
 """Milliseconds of an optimizer step under tensor parallelism, by strategy.
 
 torchrun --nproc-per-node 2 -m benchmarks.tp_step --parallelism.tensor_parallel_degree 2 --config llama3_1b.toml
-torchrun --nproc-per-node 2 -m benchmarks.tp_step --parallelism.tensor_parallel_degree 2 --config llama3_8b.toml --layers 4
+(8B: --config llama3_8b.toml --layers 4)
 
 Flags are the job's own. Gradients are random; forward and backward do not run. Strategies take turns, so that whatever
 slows the machine slows all of them. Prints one JSON line.

@@ -107,7 +107,6 @@ def degrees(replicate: int, shard: int, tp: int) -> tuple[str, ...]:
         f"--parallelism.data_parallel_replicate_degree={replicate}",
         f"--parallelism.data_parallel_shard_degree={shard}",
         f"--parallelism.tensor_parallel_degree={tp}",
-        "--optimizer.name=AdamW",
     )
 
 
@@ -151,7 +150,6 @@ def test_b17_legal_degrees(mesh: tuple[int, int, int], refused: Refused) -> None
     [
         (("--training.seq_len=31",), "doesn't divide training.seq_len 31; largest legal below: 1"),
         (("--model.flavor=405B", "--parallelism.tensor_parallel_degree=16"), "kv heads 8; largest legal below: 8"),
-        (("--optimizer.name=Muon",), "Muon"),
         (("--parallelism.enable_async_tensor_parallel",), "needs compile.enable = true"),
     ],
 )

@@ -106,24 +106,17 @@ def test_what_tensor_parallelism_must_divide() -> None:
     assert f"vocabulary {size.vocab_size}" in line
     assert f"heads {size.num_heads}" in line
     for degree, named in ((4, "doesn't divide kv heads 2; largest legal below: 2"), (10**15, "legal below: 2")):
-        [line] = validate(load("--optimizer.name=AdamW", *degrees(1, -1, degree)), None)
+        [line] = validate(load(*degrees(1, -1, degree)), None)
         assert line.endswith(named)
-    flags = ("--optimizer.name=AdamW", "--validation.seq_len=33", *degrees(1, -1, 2))
+    flags = ("--validation.seq_len=33", *degrees(1, -1, 2))
     [line] = validate(load("--validation.enable", *flags), CPU_2)
     assert "doesn't divide validation.seq_len 33;" in line
     assert validate(load(*flags), CPU_2) == []
 
 
-def test_muon_takes_no_cut_matrices() -> None:
-    [line] = validate(load(*degrees(1, -1, 2)), CPU_2)
-    assert line.startswith("parallelism.tensor_parallel_degree = 2: Muon")
-    assert validate(load("--optimizer.name=AdamW", *degrees(1, -1, 2)), CPU_2) == []
-
-
 GPUS_2 = World(2, "cuda", 80 * GIB)
 ASYNC_TP = (
     "--parallelism.enable_async_tensor_parallel",
-    "--optimizer.name=AdamW",
     "--compile.enable",
     *degrees(1, -1, 2),
 )
@@ -391,12 +384,8 @@ def test_presets(
     assert config.activation_checkpoint.mode == mode
     assert config.compile.enable
     assert config.checkpoint.enable
-    world = World(num_ranks, "cuda", 80 * GIB)
-    mistakes = validate(config, world)
-    assert all(mistake.startswith("parallelism.tensor_parallel_degree = 8: Muon") for mistake in mistakes)
-    assert len(mistakes) == (config.parallelism.tensor_parallel_degree > 1)
-    if mistakes:
-        assert validate(load("--optimizer.name=AdamW", name=name), world) == []
+    for optimizer in ("Muon", "AdamW"):
+        assert validate(load(f"--optimizer.name={optimizer}", name=name), World(num_ranks, "cuda", 80 * GIB)) == []
 
 
 def test_each_shipped_configuration_has_a_folder_of_its_own() -> None:
