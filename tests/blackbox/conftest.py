@@ -98,7 +98,8 @@ def small_config(tmp_path: Path, corpus: Path) -> Path:
 def losses(run: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of each logged step of a run."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: (record["loss_metrics/global_avg_loss"], record["grad_norm"]) for record in records}
+    steps = [record for record in records if "grad_norm" in record]  # and not those of a validation
+    return {record["step"]: (record["loss_metrics/global_avg_loss"], record["grad_norm"]) for record in steps}
 
 
 @dataclass(frozen=True)

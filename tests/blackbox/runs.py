@@ -45,11 +45,11 @@ class Run:
 class Runs:
     """Makes runs by one configuration on the de Bruijn corpus, in a folder of their own."""
 
-    def __init__(self, folder: Path, config: str, program: Path = RUN_TRAIN) -> None:
+    def __init__(self, folder: Path, config: str, program: Path = RUN_TRAIN, validation_tokens: int = 0) -> None:
         """config: TOML whose data are `data`. program: run_train.sh of this repository, or of a copy."""
         self.folder, self._program = folder, program
         self._made: dict[str, Run] = {}
-        write_tokens(folder / "data", debruijn_tokens(), vocab_size=256)
+        write_tokens(folder / "data", debruijn_tokens(), vocab_size=256, validation_tokens=validation_tokens)
         (folder / "job.toml").write_text(config)
 
     def run(self, name: str, mesh: tuple[int, ...], *flags: str, status: int = 0) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,24 @@ def test_compiling_a_selective_recomputation_warns_of_nothing(caplog: pytest.Log
 
 def test_costly_operators_exist_and_the_products_are_among_them() -> None:
     assert torch.ops.aten.mm.default in torch_internals.costly_operators()
+
+
+def asynchronous_products() -> tuple[bool, bool, bool]:
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    group = dist.new_group()
+    before = is_symm_mem_enabled_for_group(group.group_name)
+    with pytest.MonkeyPatch.context() as changes, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changes.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
+        torch_internals.overlap_tensor_parallel_products(group)
+        after = is_symm_mem_enabled_for_group(group.group_name)
+        return before, after, torch._inductor.config._micro_pipeline_tp
+
+
+def test_the_compilers_pass_is_on_and_takes_the_group(ranks: Callable[[int], RankPool]) -> None:
+    """Without the second it leaves every product as it is, and says nothing."""
+    assert ranks(2).run(asynchronous_products) == [(False, True, True)] * 2
 
 
 @pytest.mark.gpu

@@ -162,7 +162,7 @@ def mistakes_of(*flags: str, world: World | None = CPU_2) -> list[str]:
         ("--training.dataset_path=/nowhere", "training.dataset_path"),
         ("--training.seq_len=999999", "training.seq_len"),
         ("--parallelism.data_parallel_shard_degree=3", "parallelism:"),
-        ("--parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree"),
+        ("--parallelism.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel"),
         ("--activation_checkpoint.selective_ac_option=x", "activation_checkpoint.selective_ac_option"),
     ],
 )

@@ -102,3 +102,30 @@ def test_replicas_own_less_each() -> None:
     size = LLAMA3["8B"]
     needs = [memory_need(config_of(), size, degrees).state_bytes for degrees in ((1, 4, 1), (2, 4, 1), (1, 8, 1))]
     assert needs[0] > needs[1] > needs[2]
+
+
+def test_activations_of_a_cut_block_are_what_forward_was_seen_to_keep() -> None:
+    """Elements a token in units of the model dim (ffn 3.5, kv 0.25): halves, but for what is gathered or not yet
+    summed. Seen on two ranks with hooks on saved tensors, and in what selective recomputation had stored."""
+    size = replace(LLAMA3["8B"], num_layers=1)
+
+    def kept(mode: str, tp: int) -> float:
+        """Of a block, in bfloat16; what doesn't depend on the block is left out."""
+        config = config_of("llama3_8b", "--activation_checkpoint.mode", mode, "--compile.enable=false")
+        two, one = (activation_bytes(config, replace(size, num_layers=n), tp) for n in (2, 1))
+        return (two - one) / config.training.seq_len / 2 / size.dim
+
+    assert kept("none", 1) == 7 + 0.5 + 4 * 3.5
+    assert kept("none", 2) == 2 + (5 + 0.5 + 4 * 3.5) / 2
+    assert kept("selective", 1) == 4 + 0.25 + 3.5
+    assert kept("selective", 2) == 1 + (5 + 0.25 + 3.5) / 2
+    assert (kept("full", 1), kept("full", 2)) == (1, 0.5)
+
+
+def test_tensor_parallelism_shares_logits_unless_the_loss_wants_them_whole() -> None:
+    cut, gathered = (
+        activation_bytes(config_of("llama3_8b", flag), LLAMA3["8B"], 8)
+        for flag in ("--compile.enable", "--parallelism.disable_loss_parallel")
+    )
+    num_logits = 8192 * LLAMA3["8B"].vocab_size
+    assert gathered - cut == 2 * 2 * (num_logits - num_logits // 8)
