@@ -127,6 +127,7 @@ def named(value: object) -> str:
 
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
 WHOLE_LOSS = {"parallelism.disable_loss_parallel": True}
+OWNED = {"optimizer.name": "Muon"}
 BY_OPERATOR = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 
 
@@ -141,6 +142,8 @@ BY_OPERATOR = {"activation_checkpoint.mode": "selective", "activation_checkpoint
         ((1, 1, 2), SIZE, COMPILED),
         ((1, 1, 2), TIED, COMPILED | WHOLE_LOSS),
         ((1, 1, 2), TIED, COMPILED | BY_OPERATOR),
+        ((1, 1, 2), SIZE, OWNED),
+        ((1, 1, 2), TIED, OWNED | COMPILED | BY_OPERATOR),
         ((1, 2, 2), SIZE, {}),
         ((2, 1, 2), TIED, COMPILED),
         ((1, 1, 4), SIZE, {}),
