@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.blackbox.conftest import StartJob, losses
+from tests.blackbox.job import REPOSITORY
 from tests.blackbox.runs import Run, Runs
 
 GLOBAL_BATCH, SEQ_LEN = 4, 32
@@ -102,3 +106,59 @@ def test_a_checkpoint_goes_on_with_another_degree(optimizer: str, runs: Runs) ->
     (warning,) = uncut.ended.stderr.splitlines()
     assert "saved with 2 tensor-parallel ranks, this run has 1" in warning
     assert_close(uncut.steps, {step: figures for step, figures in cut.steps.items() if step > 3})
+
+
+EIGHT = (2, 2, 2)
+# One sequence for each of the four data-parallel ranks.
+SMALL = ("--training.local_batch_size", "1")
+
+
+def run_eight(runs: Runs) -> Run:
+    return runs.run("eight", EIGHT, *SMALL)
+
+
+def test_three_axes_train_as_one_rank_and_restart_bit_for_bit(runs: Runs) -> None:
+    eight, whole = run_eight(runs), runs.run("whole-Muon", (1, 1), "--optimizer.name", "Muon")
+    assert "mesh: replicate 2 x shard 2 x tp 2" in eight.ended.stdout
+    assert_close(eight.steps, whole.steps)
+    runs.copied(eight, "eight-restarted", 3)
+    restarted = runs.run("eight-restarted", EIGHT, *SMALL)
+    assert restarted.steps == {step: figures for step, figures in eight.steps.items() if step > 3}
+
+
+def test_torchrun_on_two_nodes_trains_the_same(runs: Runs, start: StartJob) -> None:
+    """Two agents of four ranks each, as a person starts them by hand; tp pairs lie inside a node."""
+    folder = runs.folder / "two-nodes"
+    degrees = ("replicate", "shard")
+    arguments = [
+        *(
+            "-m",
+            "dmuon_titan.train",
+            "--config",
+            str(runs.folder / "job.toml"),
+            "--job.dump_folder",
+            str(folder),
+            *SMALL,
+        ),
+        *(part for axis in degrees for part in (f"--parallelism.data_parallel_{axis}_degree", "2")),
+        *("--parallelism.tensor_parallel_degree", "2"),
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents = [
+        start(
+            *arguments,
+            cwd=REPOSITORY,
+            command=(
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4"),
+                *(f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"),
+            ),
+            CUDA_VISIBLE_DEVICES="",
+        )
+        for node in range(2)
+    ]
+    for agent in agents:
+        ended = agent.end(timeout_s=240)
+        assert ended.status == 0, ended.stderr
+    assert losses(folder) == run_eight(runs).steps
