@@ -32,10 +32,21 @@ class Side:
     model: Any
     case: Case
     rank: int
-    is_plain: bool
+    optimizer: Any = None  # of the distributed model
+    dtype_of: Callable[[str], torch.dtype] | None = None  # of the plain model, whose parameters are float32
+
+    @property
+    def is_plain(self) -> bool:
+        return self.optimizer is None
 
     def loss(self, step: int) -> Tensor:
-        return self.case.loss(self.model, step, self.rank)
+        return self.case.loss(self.model if self.dtype_of is None else self._cast, step, self.rank)
+
+    def _cast(self, *args: Any) -> Any:
+        """The plain model's forward in lower precision; gradients are rounded to that before they are summed."""
+        assert self.dtype_of is not None
+        params = {name: param.to(self.dtype_of(name)) for name, param in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, params, args)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.is_plain else dmuon.no_sync(self.model)
@@ -51,18 +62,30 @@ def one_backward(side: Side, step: int) -> list[Tensor]:
     return [loss]
 
 
-def distribute(model: Any, case: Case, shape: tuple[int, int], reshard: bool, **options: Any) -> dmuon.Plan:
-    """dmuon, then FSDP2, as a person would call them."""
+def distribute(
+    model: Any,
+    case: Case,
+    shape: tuple[int, int],
+    reshard: bool,
+    policy_of: Callable[[nn.Module], MixedPrecisionPolicy] = lambda _: MixedPrecisionPolicy(),
+    pass_one_mesh: bool = False,
+) -> dmuon.Plan:
+    """dmuon, then FSDP2, as a person would call them.
+
+    Args:
+        policy_of: FSDP2's, of each sharded module.
+        pass_one_mesh: give dmuon both axes in one mesh.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     fsdp_mesh = mesh if shape[0] > 1 else mesh["shard"]
-    policy = options.pop("mp_policy", MixedPrecisionPolicy())
-    if shape[0] > 1:
-        options.setdefault("replicate_mesh", mesh["replicate"])
-    plan = dmuon.dedicate_params(model, mesh["shard"], reshard_after_forward=reshard, **{**case.dedicate, **options})
+    options = dict(case.dedicate, reshard_after_forward=reshard)
+    if shape[0] > 1 and not pass_one_mesh:
+        options["replicate_mesh"] = mesh["replicate"]
+    plan = dmuon.dedicate_params(model, mesh if pass_one_mesh else mesh["shard"], **options)
     if case.sharded is not None:
         for module in case.sharded(model):
-            fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
+            fully_shard(module, mesh=fsdp_mesh, mp_policy=policy_of(module), reshard_after_forward=reshard)
+        fully_shard(model, mesh=fsdp_mesh, mp_policy=policy_of(model))
     return plan
 
 
@@ -73,13 +96,15 @@ def train_beside_plain(
     reshard: bool = True,
     num_steps: int = 2,
     wrap: Callable[[Any], None] | None = None,
+    dtype_of: Callable[[str], torch.dtype] | None = None,
     **options: Any,
 ) -> None:
     """Runs on each rank: some steps of both sides, compared after each.
 
     Args:
         wrap: applied to the distributed model before it is dedicated.
-        options: of `dedicate_params` in addition to the case's; `mp_policy` is that of FSDP2.
+        dtype_of: parameter name -> what the plain model uses it in, if not float32.
+        options: of `distribute`.
     """
     torch.manual_seed(0)
     plain = case.model()
@@ -99,9 +124,9 @@ def train_beside_plain(
     )
     world = dist.get_world_size()
     for step in range(num_steps):
-        outputs = schedule(Side(model, case, dist.get_rank(), False), step)
+        outputs = schedule(Side(model, case, dist.get_rank(), optimizer), step)
         plain.zero_grad()
-        every_output = [schedule(Side(plain, case, rank, True), step) for rank in range(world)]
+        every_output = [schedule(Side(plain, case, r, dtype_of=dtype_of), step) for r in range(world)]
         for got, expected in zip(outputs, every_output[dist.get_rank()], strict=True):
             assert_close(got, expected, f"step {step}: output")
         for param in plain.parameters():
