@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dmuon.hooks import Runtime, find_runtime
 from dmuon.muon import MOMENTUM
+from dmuon.parameter import local
 from dmuon.plan import Plan
 
 
@@ -114,8 +115,8 @@ def _memory(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Persis
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _mib(num_bytes: int) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon.collectives import Axis, Wait
 from dmuon.hooks import find_runtime
+from dmuon.parameter import local
 from dmuon.reference import ReferenceMuon
 from tests.distributed.pool import RankPool
 
@@ -189,6 +190,23 @@ def test_async_is_sync_and_strategies_agree(ranks: Callable[[int], RankPool], st
                 assert_close(weight, c["weights"][name], f"{name} by {strategy} and by exchange", 1e-3)
                 moved += step > 0 and not torch.equal(weight, asynchronous[rank][0]["weights"][name])
     assert moved
+
+
+def kept() -> tuple[int, int]:
+    """Bytes of momentum on this rank by `inspect`, and by its slices of what it owns."""
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = initialized()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+    dmuon.dedicate_params(model, mesh["shard"])
+    optimizer = dmuon.Muon(model)
+    elements = sum(local(param).numel() for param in dmuon.dedicated_params(model))
+    return dmuon.inspect(model, optimizer).memory.momentum_bytes, 4 * elements
+
+
+def test_momentum_is_kept_in_slices(ranks: Callable[[int], RankPool]) -> None:
+    for inspected, expected in ranks(2).run(kept):
+        assert inspected == expected > 0
 
 
 def test_replicas_hold_the_same_bits(ranks: Callable[[int], RankPool]) -> None:
