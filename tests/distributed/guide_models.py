@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import dmuon
 
@@ -231,15 +232,25 @@ class Setup:
         torch.manual_seed(0)
         names = {"torch": torch, "dmuon": dmuon, "fully_shard": fully_shard, "loss_fn": self.loss_fn, "device": "cpu"}
         names |= {kind.__name__: kind for kind in (Transformer, Block, Attention, Experts, ActionLayer)}
-        names |= {"model": self.model(), "loader": [self.batch(step, dist.get_rank()) for step in range(4)]}
+        names |= {"model": self.model(), "loader": [self.batch(step, self.data_parallel_index) for step in range(4)]}
+        if self.tp_degree > 1:
+            mlp_plan = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            return names | {"mesh": mesh, "dp_mesh": mesh["shard"], "tp_mesh": mesh["tp"], "mlp_plan": mlp_plan}
         if "replicate" in self.axes:
             return names | {"hsdp": mesh, "mesh": mesh["shard"], "fsdp_mesh": mesh}
-        if "tp" in self.axes:
-            return names | {"dp_mesh": mesh["shard"], "tp_mesh": mesh["tp"], "fsdp_mesh": mesh["shard"]}
         return names | {"mesh": mesh, "fsdp_mesh": mesh}
 
-    def batch(self, step: int, rank: int) -> tuple[Any, Tensor]:
-        return self.data(torch.Generator().manual_seed(1000 * step + rank))
+    @property
+    def tp_degree(self) -> int:
+        return self.axes.get("tp", 1)
+
+    @property
+    def data_parallel_index(self) -> int:
+        """Of this rank's batches, which are those of its tensor-parallel neighbours too."""
+        return dist.get_rank() // self.tp_degree
+
+    def batch(self, step: int, index: int) -> tuple[Any, Tensor]:
+        return self.data(torch.Generator().manual_seed(1000 * step + index))
 
 
 SETUPS = {
@@ -249,6 +260,6 @@ SETUPS = {
     "multimodal": Setup(VisionLanguageModel, images_and_text),
     "action": Setup(frozen_action_model, images_and_actions, F.mse_loss),
     "lora": Setup(lambda: with_lora(Transformer())),
-    "tensor_parallel": Setup(Transformer, axes={"shard": 1, "tp": 2}),
-    "one_tensor_parallel_rank": Setup(Transformer, axes={"shard": -1, "tp": 1}),
+    "tensor_parallel": Setup(Transformer, axes={"shard": 2, "tp": 2}),
+    "three_axes": Setup(Transformer, axes={"replicate": 2, "shard": 2, "tp": 2}),
 }

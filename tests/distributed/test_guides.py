@@ -5,7 +5,6 @@ A page says before each block how it is run, in a comment that readers do not se
     <!-- run: ranks=2 setup=transformer -->      names of a set-up below are there, and nothing else
     <!-- run: continue -->                       goes on where the page's previous block ended
     <!-- run: ranks=2 setup=lora bfloat16 -->    compared with the plain model at that precision
-    <!-- run: ranks=2 setup=lora refused -->     dmuon leaves the model alone
 
 After its blocks a program's model takes one more step, compared with one process and plain PyTorch.
 """
@@ -102,7 +101,7 @@ def programs_of(path: Path) -> Iterator[Program]:
                 yield program
             flags = frozenset(word for word in words if "=" not in word)
             assert options.keys() == {"ranks", "setup"}, f"{where}: {run[1]}"
-            assert flags <= {"bfloat16", "refused"}, f"{where}: {run[1]}"
+            assert flags <= {"bfloat16"}, f"{where}: {run[1]}"
             program = Program(path.name, int(options["ranks"]), options["setup"], flags)
         program.blocks.append((text.count("\n", 0, fence.start(2)), fence[2]))
     if program is not None:
@@ -120,12 +119,12 @@ PROGRAMS = [*(program for path in GUIDES for program in programs_of(path)), *rea
 PROGRAMS += [
     Program("FAQ: action head", 2, "action", blocks=[(0, FAQ_ACTION_HEAD)]),
     Program("FAQ: HSDP", 4, "hsdp", blocks=[(0, FAQ_HSDP)]),
-    # The FAQ leaves out the plan and the predicate; without any, nothing is split over the tensor-parallel axis.
+    # The FAQ leaves out the plan and the predicate: the one is the set-up's, the other the default.
     Program(
         "FAQ: order of parallelisms",
-        2,
-        "one_tensor_parallel_rank",
-        blocks=[(0, FAQ_TENSOR_PARALLEL.replace("{...}", "{}").replace(", ...)", ")"))],
+        4,
+        "tensor_parallel",
+        blocks=[(0, FAQ_TENSOR_PARALLEL.replace("{...}", "mlp_plan").replace(", ...)", ")"))],
     ),
 ]
 
@@ -140,10 +139,7 @@ def run(program: Program, folder: str) -> None:
     try:
         for first_line, source in program.blocks:
             exec(compile("\n" * first_line + source, program.page, "exec"), names)
-        if "refused" in program.flags:
-            take_a_plain_step(setup, names["model"], plain)
-        else:
-            take_a_step(setup, names, plain, tolerance=0.05 if "bfloat16" in program.flags else 1e-4)
+        take_a_step(setup, names, plain, tolerance=0.05 if "bfloat16" in program.flags else 1e-4)
     finally:
         os.chdir(before)
         dmuon.set_deterministic(False)
@@ -157,23 +153,23 @@ def take_a_step(setup: Setup, names: dict[str, Any], plain: nn.Module, tolerance
         fully_shard(model, mesh=names["fsdp_mesh"])
     optimizer = names["optimizer"] if "optimizer" in names else dmuon.Muon(model, lr=1e-2)
     optimizer.zero_grad()
-    before = whole_weights(model)
-    inputs, targets = setup.batch(999, dist.get_rank())
+    before = whole_weights(model, setup.tp_degree)
+    inputs, targets = setup.batch(999, setup.data_parallel_index)
     loss = setup.loss_fn(model(inputs), targets)
     loss.backward()
     norm = dmuon.clip_grad_norm_(model, None)
     optimizer.step()
-    after = whole_weights(model)
+    after = whole_weights(model, setup.tp_degree)
 
     plain.load_state_dict(before)  # the names must be the model's own
     trainable = {clean_name(name) for name, param in model.named_parameters() if param.requires_grad}
     for name, param in plain.named_parameters():
         param.requires_grad_(name in trainable)
-    num_ranks = dist.get_world_size()
+    num_batches = dist.get_world_size() // setup.tp_degree
     expected = torch.zeros(())
-    for rank in range(num_ranks):
-        inputs, targets = setup.batch(999, rank)
-        expected = expected + setup.loss_fn(plain(inputs), targets) / num_ranks
+    for index in range(num_batches):
+        inputs, targets = setup.batch(999, index)
+        expected = expected + setup.loss_fn(plain(inputs), targets) / num_batches
     expected.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean, dist.ReduceOp.AVG)
@@ -185,31 +181,17 @@ def take_a_step(setup: Setup, names: dict[str, Any], plain: nn.Module, tolerance
         assert torch.equal(weight, after[name]) != (name in grads), f"{name} moved, or did not"
 
 
-def take_a_plain_step(setup: Setup, model: nn.Module, plain: nn.Module) -> None:
-    """A model that dmuon refused trains with torch alone, as if it had never been asked."""
-    assert not dmuon.dedicated_params(model)
-    inputs, targets = setup.batch(999, 0)
-    losses = []
-    for each in (model, plain):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False)
-        for _ in range(2):
-            optimizer.zero_grad()
-            losses.append(setup.loss_fn(each(inputs), targets))
-            losses[-1].backward()
-            optimizer.step()
-    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-4, atol=0)
-    assert losses[1] < losses[0]
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, on every rank; a dedicated one comes from exactly one of them."""
+def whole_weights(model: nn.Module, tp_degree: int) -> dict[str, Tensor]:
+    """Every parameter whole, on every rank; a dedicated one comes from its owner, which is `tp_degree` ranks."""
+    dedicated = {clean_name(n) for n, param in model.named_parameters() if param in dmuon.dedicated_params(model)}
     held = dmuon.get_state_dict(model)["model"]
-    whole = {name: value.full_tensor().clone() for name, value in held.items() if isinstance(value, DTensor)}
+    whole = {n: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for n, v in held.items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: value for name, value in held.items() if name not in whole})
-    for name in sorted({name for owned in of_ranks for name in owned}):
+    dist.all_gather_object(of_ranks, {name: whole[name] for name in dedicated & whole.keys()})
+    for name in sorted(dedicated):
         values = [owned[name] for owned in of_ranks if name in owned]
-        assert len(values) == 1, f"{len(values)} ranks hold {name}"
+        assert len(values) == tp_degree, f"{len(values)} ranks hold {name}"
+        assert all(torch.equal(value, values[0]) for value in values), name
         whole[name] = values[0]
     return whole
 
