@@ -1,7 +1,7 @@
 """State dicts shaped for torch.distributed.checkpoint: logical tensors under the model's own parameter names.
 
-Each rank contributes what it holds: masters and momentum it owns, whole; its shards as DTensors. No key says who owned
-what, so any mesh, or one process, can load them.
+Each rank contributes what it holds: masters and momentum it owns, whole or, cut by tensor parallelism, as DTensors;
+its shards as DTensors. No key says who owned what, so any mesh, or one process, can load them.
 """
 
 from __future__ import annotations
