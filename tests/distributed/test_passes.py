@@ -240,10 +240,16 @@ MIXED_UNITS = {f"language.layers.{i}": fm.TOWER_UNITS[f"language.layers.{i}"] fo
 MIXED_UNITS |= {f"vision.blocks.{i}": fm.weights(f"vision.blocks.{i}", "see", "tell") for i in range(4)}
 
 
-def train_in_bfloat16(schedule: Schedule, reshard: bool) -> None:
-    # One step: after it the last bits of masters, which differ, decide how compute copies are rounded.
+def train_in_bfloat16(schedule: Schedule, reshard: bool, shape: tuple[int, int] = (1, 2)) -> None:
+    # In the second step the last bits of masters, which differ, decide how some elements are rounded.
     train_beside_plain(
-        TRANSFORMER, schedule, num_steps=1, reshard=reshard, dtype_of=lambda _: torch.bfloat16, policy_of=all_bfloat16
+        TRANSFORMER,
+        schedule,
+        shape,
+        reshard,
+        dtype_of=lambda _: torch.bfloat16,
+        policy_of=all_bfloat16,
+        later_tolerance=1e-2,
     )
 
 
@@ -266,8 +272,13 @@ def train_mixed_towers(reshard: bool) -> dict[str, torch.dtype]:
 @both_modes
 @pytest.mark.parametrize("schedule", [one_backward, reduced_once])
 def test_policy_of_fully_shard_is_adopted(ranks: Ranks, schedule: Schedule, reshard: bool) -> None:
-    """Were it wrong: forward in float32, masters or kept gradients rounded to bfloat16."""
+    """Were it wrong: forward in float32, masters or kept gradients rounded to bfloat16, or compute copies that stay
+    as they were before the first step."""
     ranks(2).run(train_in_bfloat16, schedule, reshard)
+
+
+def test_policy_of_fully_shard_is_adopted_under_hsdp(ranks: Ranks) -> None:
+    ranks(4).run(train_in_bfloat16, one_backward, True, (2, 2))
 
 
 @both_modes
