@@ -270,6 +270,8 @@ def train_returning(container: str, reshard: bool) -> None:
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_blocks_return_containers(ranks: Ranks, container: str, reshard: bool) -> None:
     """Were it wrong: weights would not be filled again for a backward that begins at a tensor inside."""
+    if "dataclass" in container and reshard and torch.__version__ < "2.12":
+        pytest.skip("FSDP2 of torch 2.11 itself does not look for tensors in dataclasses")
     ranks(2).run(train_returning, container, reshard)
 
 

@@ -164,8 +164,9 @@ def test_bfloat16_is_as_close_as_its_rounding(ranks: Ranks) -> None:
         assert {name: error for name, error in found.items() if error > 5e-2} == {}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 loses no gradient")
 def test_a_compiled_block_takes_the_embeddings_gradient_if_nobody_waits(ranks: Ranks) -> None:
-    """Why the plan waits: torch loses the gradient of a collective's result that a compiled block is given."""
+    """Why the plan waits: torch 2.13 loses the gradient of a collective's result that a compiled block is given."""
     for found in ranks(2).run(differences, (1, 1, 2), SIZE, COMPILED, patch=True):
         wrong = {name for name, error in found.items() if error > 1e-5}
         assert wrong == {"norm", "tok_embeddings.weight"}
@@ -208,10 +209,8 @@ def test_b07_training_is_that_of_one_process_tied_or_not(degrees: Degrees, size:
     for found in ranks(degrees[0] * degrees[1] * degrees[2]).run(train, degrees, size, 5, False):
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            # AdamW divides by the gradient's size: where that is rounding, so is the update's sign.
-            torch.testing.assert_close(
-                found[name], tensor, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            # By the norm, for AdamW divides by the gradient's size: where that is rounding, so is the update's sign.
+            assert (found[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
         assert not any(torch.equal(found[name], start[name]) for name in start)
 
 
