@@ -75,7 +75,7 @@ class _Counted:
 
     def __init__(self, model: nn.Module) -> None:
         runtime = find_runtime(model)
-        self._tp = None if runtime is None else runtime.axes.tp
+        self.tp = None if runtime is None else runtime.axes.tp
         self._rows = replicate_rows(model)
         self._is_first: dict[tuple[object, ...], bool] = {}
 
@@ -83,12 +83,12 @@ class _Counted:
         dedicated = is_dedicated(param)
         if not isinstance(param, DTensor):
             if dedicated:
-                return self._tp is None or self._tp.index == 0
+                return self.tp is None or self.tp.index == 0
             return not dist.is_initialized() or dist.get_rank() == 0
         key = (id(param.device_mesh), param.placements, dedicated)
         if key not in self._is_first:
             # A dedicated parameter has its gradient in one replicate row, its owner's.
-            self._is_first[key] = _is_first(param, [self._tp] if dedicated else [self._tp, self._rows])
+            self._is_first[key] = _is_first(param, [self.tp] if dedicated else [self.tp, self._rows])
         return self._is_first[key]
 
 
@@ -119,7 +119,7 @@ def _squares_of_rows(model: nn.Module, counted: _Counted, device: torch.device) 
     all ranks hold the same vector on every data-parallel mesh.
     """
     names = {param: name for name, param in model.named_parameters()}
-    places = [_Place(param, names[param]) for param in names]
+    places = [_Place(param, names[param], counted.tp) for param in names]
     squares = torch.zeros(max(1, sum(place.num for place in places)), dtype=torch.float64, device=device)
     begin = 0
     for param, place in zip(names, places, strict=True):
@@ -145,11 +145,14 @@ class _Place:
     not that of an all-reduce.
     """
 
-    def __init__(self, param: nn.Parameter, name: str) -> None:
+    def __init__(self, param: nn.Parameter, name: str, tp: Axis | None) -> None:
         self.is_single = is_dedicated(param) or param.ndim == 0
         num_rows = 1 if self.is_single else param.shape[0]
         self.num, self.first = num_rows, 0
-        if isinstance(param, DTensor):
+        if is_dedicated(param):
+            # Only its owner knows how it is cut, so that all ranks keep a place for each tensor-parallel one.
+            self.num, self.first = (1, 0) if tp is None else (tp.size, tp.index)
+        elif isinstance(param, DTensor):
             if not self.is_single:
                 _check_rows_are_whole(name, param)
                 self.first = local_shard(param)[1][0]
