@@ -275,6 +275,29 @@ def test_blocks_return_containers(ranks: Ranks, container: str, reshard: bool) -
     ranks(2).run(train_returning, container, reshard)
 
 
+class Keeping(fm.Mlp):
+    """Leaves part of the loss on itself, as routers of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        self.aside = hidden.square().mean()
+        return x + self.down(hidden)
+
+
+def loss_with_kept(model: nn.Module, step: int, rank: int) -> Tensor:
+    return fm.language_loss(model, step, rank) + sum(layer.aside for layer in model.layers)  # type: ignore[union-attr]
+
+
+def train_keeping(reshard: bool) -> None:
+    train_beside_plain(Case(partial(fm.Transformer, Keeping), loss_with_kept, MLP_UNITS), reshard=reshard)
+
+
+@both_modes
+def test_blocks_leave_a_loss_behind(ranks: Ranks, reshard: bool) -> None:
+    """Were it wrong: a gradient that comes past the output would be reduced too early, or find no weights."""
+    ranks(2).run(train_keeping, reshard)
+
+
 def error_of_unknown_container() -> tuple[str, bool]:
     torch.manual_seed(0)
     model = fm.Transformer(partial(Returning, Opaque), num_blocks=1)
