@@ -25,16 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.parallel_model import parallel_model
 from benchmarks.record import record
 from dmuon.collectives import Axis, Wait
 from dmuon.hooks import find_runtime
-from dmuon_titan.config import load_config, resolved_degrees
-from dmuon_titan.environment import WorkerEnvironment
 from dmuon_titan.loss import build_loss
-from dmuon_titan.mesh import build_mesh, init_process_group, local_device, rendezvous_store
 from dmuon_titan.optimizer import build_optimizer
-from dmuon_titan.parallelize import build_model
-from models.llama.sizes import FLAVORS
 
 NUM_STEPS, WARMUP_STEPS = 2, 4  # one step more is recorded: what is measured ends with a forward
 Interval = tuple[float, float]  # microseconds
@@ -70,18 +66,11 @@ TRANSFERS = ("unshard", "reduce", "column reduce", "publish", "fsdp")
 
 
 def _set_up(overrides: list[str]) -> tuple[nn.Module, Callable[[], None], tuple[int, int, int]]:
-    config = load_config(overrides).config
-    environment = WorkerEnvironment.read()
-    device = local_device(environment)
-    store = rendezvous_store(environment, config.comm.init_timeout_seconds)
-    init_process_group(config.comm, tempfile.gettempdir(), environment, store, device)
-    degrees = resolved_degrees(config, environment.num_ranks)
-    mesh = build_mesh(device, degrees)
-    size = FLAVORS[config.model.name][config.model.flavor]
-    model, _ = build_model(config, size, mesh)
+    job = parallel_model(overrides)
+    config, model = job.config, job.model
     optimizer, loss = build_optimizer(config.optimizer, model), build_loss(config.compile)
     shape = (config.training.local_batch_size, config.training.seq_len)
-    tokens_BS = torch.randint(size.vocab_size, shape, device=device)
+    tokens_BS = torch.randint(job.size.vocab_size, shape, device=job.mesh.device)
 
     def step() -> None:
         with record_function("forward"):
@@ -91,7 +80,7 @@ def _set_up(overrides: list[str]) -> tuple[nn.Module, Callable[[], None], tuple[
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, step, degrees
+    return model, step, job.degrees
 
 
 def _trace_cuda(model: nn.Module, step: Callable[[], None]) -> Intervals:

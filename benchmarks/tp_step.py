@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 
@@ -21,16 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 import dmuon
+from benchmarks.parallel_model import parallel_model
 from benchmarks.record import record
 from dmuon.hooks import find_runtime
 from dmuon.parameter import local
 from dmuon.tensor_parallel import STRATEGIES
-from dmuon_titan.config import load_config, resolved_degrees
-from dmuon_titan.environment import WorkerEnvironment
-from dmuon_titan.mesh import build_mesh, init_process_group, local_device, rendezvous_store
 from dmuon_titan.optimizer import build_optimizer
-from dmuon_titan.parallelize import build_model
-from models.llama.sizes import FLAVORS
 
 
 def main() -> None:
@@ -39,17 +34,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="blocks of the model; default: all")
     parser.add_argument("--rounds", type=int, default=10)
     arguments, overrides = parser.parse_known_args()
-    config = load_config(overrides).config
-    environment = WorkerEnvironment.read()
-    device = local_device(environment)
-    store = rendezvous_store(environment, config.comm.init_timeout_seconds)
-    init_process_group(config.comm, tempfile.gettempdir(), environment, store, device)
-    degrees = resolved_degrees(config, environment.num_ranks)
-    size = FLAVORS[config.model.name][config.model.flavor]
-    size = replace(size, num_layers=arguments.layers or size.num_layers)
-    model, _ = build_model(config, size, build_mesh(device, degrees))
+    job = parallel_model(overrides, arguments.layers)
+    model, device = job.model, job.mesh.device
     optimizers = {
-        strategy: build_optimizer(replace(config.optimizer, tp_strategy=strategy), model) for strategy in STRATEGIES
+        strategy: build_optimizer(replace(job.config.optimizer, tp_strategy=strategy), model) for strategy in STRATEGIES
     }
     milliseconds: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
     for _ in range(arguments.rounds + 2):
@@ -57,8 +45,8 @@ def main() -> None:
             milliseconds[strategy].append(_step_ms(model, optimizer, device))
     if dist.get_rank() == 0:
         figures = {strategy: _summary(times[2:]) for strategy, times in milliseconds.items()}
-        line = record("tp_step", flavor=config.model.flavor, num_layers=size.num_layers, degrees=degrees, ms=figures)
-        print(json.dumps(line))
+        model_figures = {"flavor": job.config.model.flavor, "num_layers": job.size.num_layers, "degrees": job.degrees}
+        print(json.dumps(record("tp_step", **model_figures, ms=figures)))
     dist.barrier()
     dist.destroy_process_group()
 
