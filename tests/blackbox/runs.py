@@ -15,8 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from models.llama.sizes import LlamaSize
 from tests.blackbox.conftest import losses
-from tests.blackbox.job import RUN_TRAIN, Ended, Job
+from tests.blackbox.job import REPOSITORY, RUN_TRAIN, Ended, Job
 from tests.debruijn import debruijn_tokens, write_tokens
 
 _TIMEOUT_S = 240
@@ -87,6 +88,16 @@ class Runs:
         """Puts checkpoints of a run into the folder of one that is still to be made."""
         for step in steps:
             shutil.copytree(source.checkpoint(step), self.folder / name / "checkpoint" / f"step-{step}")
+
+
+def copy_with_sizes(folder: Path, sizes: dict[str, LlamaSize]) -> Path:
+    """run_train.sh of a copy of this repository whose table of sizes has these as well."""
+    for name in ("dmuon", "dmuon_titan", "models", "train_configs"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "run_train.sh", folder)
+    with (folder / "models" / "llama" / "sizes.py").open("a") as table:
+        table.write(f'\nFLAVORS["llama3"] |= {sizes!r}\n')
+    return folder / "run_train.sh"
 
 
 def edit(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:

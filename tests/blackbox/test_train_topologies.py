@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from models.llama.model import Llama
 from models.llama.sizes import FLAVORS, LlamaSize
-from tests.blackbox.job import REPOSITORY
-from tests.blackbox.runs import Run, Runs
+from tests.blackbox.runs import Run, Runs, copy_with_sizes
 from tests.blackbox.test_train_resume import tensors_of
 from tests.debruijn import debruijn_offset, debruijn_tokens
 
@@ -165,14 +163,8 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def other_sizes(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs by a copy of this repository whose table of sizes has SIZES too."""
-    copy = tmp_path_factory.mktemp("copy")
-    for name in ("dmuon", "dmuon_titan", "models", "train_configs"):
-        shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(REPOSITORY / "run_train.sh", copy)
-    with (copy / "models" / "llama" / "sizes.py").open("a") as table:
-        table.write(f'\nFLAVORS["llama3"] |= {SIZES!r}\n')
-    return Runs(tmp_path_factory.mktemp("other-sizes"), CONFIG, copy / "run_train.sh")
+    program = copy_with_sizes(tmp_path_factory.mktemp("copy"), SIZES)
+    return Runs(tmp_path_factory.mktemp("other-sizes"), CONFIG, program)
 
 
 def made_on(runs: Runs, flavor: str, mesh: tuple[int, int]) -> Run:
