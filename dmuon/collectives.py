@@ -123,7 +123,6 @@ class DataParallelAxes:
         self.replicate = Axis(replicate_mesh)
         self.tp = None if tp_mesh is None else Axis(tp_mesh)
         self.world_size = self.shard.size * self.replicate.size
-        self.index = self.replicate.index * self.shard.size + self.shard.index
         # Only where both axes communicate does one collective have to wait for another one.
         both = self.shard.size > 1 and self.replicate.size > 1
         self.unshard_lane = Lane(shard_mesh.device_type) if both else None

@@ -18,13 +18,12 @@ class GradientLayout:
     """Where the gradients of some sections lie in one flat buffer: each section's parameters, gaps, then its flags.
 
     Attributes:
-        numel: elements of the buffer. section_sizes: elements of each section, flags included.
+        section_sizes: elements of each section, flags included.
     """
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self.sections = list(sections)
         self.section_sizes = [section.numel + section.num_flags for section in sections]
-        self.numel = sum(self.section_sizes)
         self._params = [param for section in sections for param in section.params]
         self._constants: dict[tuple[float, ...], Tensor] = {}
         # What a buffer is made of where every parameter has a gradient: parameters, and constants between them.

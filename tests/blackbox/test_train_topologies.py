@@ -129,22 +129,18 @@ def test_b20_b28_micro_batches_and_ranks_do_not_change_a_step(training: str, way
 
 
 def assert_same_training(run: Run, expected: Run) -> None:
-    """Every loss and norm, and by the norm of each the weights after the last step.
-
-    Newton-Schulz lifts what is only rounding where a gradient is nearly singular, on some CPUs more than on others.
-    """
-    muon = "by Muon" in expected.ended.stdout
+    """Every loss and norm, and by the norm of each the weights after the last step."""
     assert sorted(expected.steps) == list(range(1, NUM_STEPS + 1))
     assert run.steps.keys() == expected.steps.keys()
     for step, figures in expected.steps.items():
-        assert run.steps[step] == pytest.approx(figures, rel=1e-5 if muon else 1e-6), f"step {step}"
+        assert run.steps[step] == pytest.approx(figures, rel=1e-6), f"step {step}"
     before, after, got = weights(expected, 1), weights(expected, NUM_STEPS), weights(run, NUM_STEPS)
     assert got.keys() == after.keys()
     for name, weight in after.items():
-        matrix = name.startswith("layers.") and weight.ndim == 2
-        allowed = (1e-4 if muon and matrix else 1e-5 if muon else 1e-6) * weight.norm()
+        # Newton-Schulz lifts what is only rounding where a gradient is nearly singular.
+        allowed = (5e-5 if name.startswith("layers.") and weight.ndim == 2 else 1e-6) * weight.norm()
         assert (got[name] - weight).norm() <= allowed, name
-        assert (before[name] - weight).norm() > 20 * allowed, f"{name} stood still"
+        assert (before[name] - weight).norm() > 100 * allowed, f"{name} stood still"
 
 
 # B24. 257 rows fit no mesh of 2, 3 or 4 ranks, and 22, 66 and 177 not each ("odd"); of 6 elements on 4 ranks the last
