@@ -1,3 +1,5 @@
 from pathlib import Path
+
+
 class HuggingFaceWeights:
     def __init__(self, folder: Path, size): ...
