@@ -71,8 +71,8 @@ class Nodes:
 class StopSignals:
     """Passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on to the workers, as SIGTERM, each time one comes.
 
-    run_train.sh blocks them until this object is made. Where there is no worker yet, the launcher ends with status 75. A signal that was ignored when the launcher started,
-    as SIGHUP is under nohup, stays ignored.
+    run_train.sh blocks them until this object is made. Where there is no worker yet, the launcher ends with status 75.
+    A signal that was ignored when the launcher started, as SIGHUP is under nohup, stays ignored.
 
     A thread does this, from a pipe into which the interpreter writes the number of each signal: Python's handlers don't
     run while the main thread waits in C++ for other nodes.
