@@ -3,7 +3,7 @@
 Nothing here holds a whole model: weights pass tensor by tensor, or a rank's rows of it.
 """
 
-from dmuon_titan.hugging_face.export import export
+from dmuon_titan.hugging_face.exporting import export
 from dmuon_titan.hugging_face.importing import import_folder
 from dmuon_titan.hugging_face.weights import HuggingFaceWeights, read_size
 
