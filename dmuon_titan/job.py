@@ -6,13 +6,13 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from dmuon_titan.checkpoint import TrainState, find_checkpoint, step_of
+from dmuon_titan.checkpoint import Start, TrainState, checkpoint_group, find_start
 from dmuon_titan.config import (
     JobConfig,
     LoadedConfig,
@@ -26,13 +26,15 @@ from dmuon_titan.data.cache import cache_dirs
 from dmuon_titan.data.corpus import ensure_default_corpus
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.tokenizer import Tokenizer
-from dmuon_titan.environment import WorkerEnvironment
+from dmuon_titan.environment import WorkerEnvironment, nccl_settings
 from dmuon_titan.errors import ConfigError, DataError
 from dmuon_titan.evaluation import Evaluation
 from dmuon_titan.failures import FailureReporter
+from dmuon_titan.hugging_face import HuggingFaceWeights
 from dmuon_titan.mesh import AXES, build_mesh, init_process_group, local_device, rendezvous_store
 from dmuon_titan.metrics import forget_after
-from dmuon_titan.run_folder import lock_run, make_folders, put_records_aside
+from dmuon_titan.phases import Phases
+from dmuon_titan.run_folder import lock_folders, make_folders, put_records_aside
 from dmuon_titan.seeding import seed_everything, use_deterministic_algorithms
 from dmuon_titan.signals import StopWatcher
 from dmuon_titan.tools.generate import generate
@@ -55,6 +57,8 @@ def run(
         TitanError: one of those of `dmuon_titan.errors`.
     """
     config = loaded.config
+    phases = Phases("start of processes", environment.started_s)
+    phases.begin("rendezvous")
     if config.debug.deterministic:
         use_deterministic_algorithms()
     device = local_device(environment)
@@ -65,13 +69,19 @@ def run(
     for note in (*loaded.notes, *notes(config)):
         logger.info(note)
     with _owned_folders(config, environment, store):
+        phases.begin("data")
         corpus = embedded_corpus(config, environment, store)
         init_process_group(config.comm, config.job.dump_folder, environment, store, device)
-        _train(loaded, corpus, device, watcher, status_line)
+        _train(loaded, corpus, device, watcher, status_line, phases)
 
 
 def _train(
-    loaded: LoadedConfig, corpus: Path | None, device: torch.device, watcher: StopWatcher, status_line: StatusLine
+    loaded: LoadedConfig,
+    corpus: Path | None,
+    device: torch.device,
+    watcher: StopWatcher,
+    status_line: StatusLine,
+    phases: Phases,
 ) -> None:
     config = loaded.config
     size = FLAVORS[config.model.name][config.model.flavor]
@@ -79,20 +89,25 @@ def _train(
     mesh = build_mesh(device, resolved_degrees(config, dist.get_world_size()))
     seed_everything(config.debug.seed)
     state = new_train_state(config, dataset)
-    checkpoint = find_checkpoint(config.checkpoint) if config.checkpoint.enable else None
-    if checkpoint is not None and step_of(checkpoint) >= config.training.steps:
-        logger.info(
-            f"this run is finished: {checkpoint} is step {step_of(checkpoint)} of training.steps = "
-            f"{config.training.steps}; to go on, raise --training.steps; to start over, choose another "
-            "--job.dump_folder"
-        )
+    phases.begin("checking the checkpoint")
+    start = find_start(config.checkpoint, config.training.steps, checkpoint_group()) if config.checkpoint.enable else None
+    if start is not None and start.own and start.saved.step >= config.training.steps:
+        logger.info(_finished(start, config))
         return
-    trainer = Trainer(config, mesh, size, state, watcher)
+    weights = None
+    if start is None and config.checkpoint.enable and config.checkpoint.initial_load_in_hf:
+        weights = HuggingFaceWeights(Path(config.checkpoint.initial_load_path or ""), size)
+    phases.begin("model")
+    trainer = Trainer(config, mesh, size, state, watcher, weights)
     _describe(trainer, dataset)
-    if checkpoint is not None:
+    if start is not None:
         assert trainer.checkpointer is not None
-        trainer.checkpointer.load(checkpoint)
-        logger.info(f"continuing after step {state.step}, from {checkpoint}")
+        phases.begin("loading")
+        trainer.checkpointer.load(start)
+        logger.info(f"continuing after step {state.step}, from {start.path}")
+    elif weights is not None:
+        logger.info(f"starting with the weights of {config.checkpoint.initial_load_path}")
+    phases.begin("opening data and metrics")
     evaluation = None
     if config.validation.enable:
         evaluation = Evaluation(_validation_dataset(config, corpus, size), config, mesh, trainer.loss, watcher)
@@ -100,10 +115,19 @@ def _train(
         _begin_records(loaded, state.step)
     dist.barrier()
     trainer.start(dataset, evaluation, status_line)
-    trainer.train()
+    phases.begin("step")
+    trainer.train(phases)
     trainer.metrics.log_summary()
     if config.training.sample_tokens:
         _print_sample(trainer, dataset)
+
+
+def _finished(start: Start, config: JobConfig) -> str:
+    kept = "" if start.saved.full else " and holds weights only: the run goes on from an older checkpoint"
+    return (
+        f"this run is finished: {start.path} is step {start.saved.step} of training.steps = {config.training.steps}"
+        f"{kept}; to go on, raise --training.steps; to start over, choose another --job.dump_folder"
+    )
 
 
 @contextmanager
@@ -122,12 +146,14 @@ def _owned_folders(config: JobConfig, environment: WorkerEnvironment, store: dis
         return
     try:
         make_folders(config)
-        lock = lock_run(Path(config.job.dump_folder))
+        locks = lock_folders(config)
     except ConfigError as mistake:
         store.set(key, str(mistake))
         raise
     store.set(key, "")
-    with lock:
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
         yield
 
 
@@ -202,6 +228,7 @@ def new_train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
         num_ranks=dist.get_world_size(),
         num_threads=torch.get_num_threads(),
         tp_degree=config.parallelism.tensor_parallel_degree,
+        nccl=nccl_settings(),
     )
 
 

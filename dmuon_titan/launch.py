@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ after saving what there was, 1 anything else.
 def main(argv: list[str]) -> int:
     """Runs the job that a command line describes and returns its exit status."""
     signals = StopSignals()
+    os.environ["DMUON_TITAN_STARTED_S"] = str(time.time())
     try:
         from dmuon_titan.config import help_text, wants_help
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
+from dmuon.materialize import RowInit
 from dmuon.torch_internals import overlap_tensor_parallel_products
 from dmuon_titan.activation_checkpoint import checkpoint_activations
 from dmuon_titan.config.schema import JobConfig
@@ -20,8 +21,10 @@ from models.llama.model import Llama
 from models.llama.sizes import LlamaSize
 
 
-def build_model(config: JobConfig, size: LlamaSize, mesh: ParallelMesh) -> tuple[Llama, dmuon.Plan | None]:
-    """Builds the model with its weights, each rank holding only its part.
+def build_model(
+    config: JobConfig, size: LlamaSize, mesh: ParallelMesh, weights: RowInit | None = None
+) -> tuple[Llama, dmuon.Plan | None]:
+    """Builds the model with its weights, each rank holding only its part. `weights`: None for fresh ones.
 
     Returns:
         The model and who owns which matrix; None where AdamW updates everything.
@@ -29,7 +32,7 @@ def build_model(config: JobConfig, size: LlamaSize, mesh: ParallelMesh) -> tuple
     with torch.device("meta"):
         model = Llama(size, max(config.training.seq_len, config.validation.seq_len or 0))
     plan = parallelize(model, config, mesh)
-    dmuon.materialize(model, Initializer(size, config.debug.seed), mesh.device)
+    dmuon.materialize(model, weights or Initializer(size, config.debug.seed), mesh.device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))

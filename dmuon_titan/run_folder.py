@@ -27,11 +27,8 @@ def make_folders(config: JobConfig) -> None:
     Raises:
         ConfigError: one line for each folder that can't be written.
     """
-    folders = {"job.dump_folder": config.job.dump_folder}
-    if config.checkpoint.enable:
-        folders["checkpoint.folder"] = config.checkpoint.folder
     mistakes: dict[str, str] = {}
-    for key, folder in folders.items():
+    for key, folder in _written_folders(config).items():
         if any(Path(refused) in Path(folder).parents for refused in mistakes):
             continue  # one cause, one line
         try:
@@ -43,18 +40,38 @@ def make_folders(config: JobConfig) -> None:
         raise ConfigError("\n".join(mistakes.values()))
 
 
-def lock_run(dump_folder: Path) -> BinaryIO:
-    """Keeps other jobs out of the folder until the result is closed or this process ends, however it does.
+def lock_folders(config: JobConfig) -> list[BinaryIO]:
+    """Keeps other jobs out of the folders of the run and of its checkpoints until the results are closed.
 
     Raises:
-        ConfigError: a job is running there, or the lock can't be opened.
+        ConfigError: a job is running there, or a lock can't be opened.
+    """
+    locks = []
+    for key, folder in _written_folders(config).items():
+        inside = key == "job.dump_folder"  # nothing but checkpoints lies in the other
+        name = ".lock" if inside else f".{Path(folder).name}.lock"
+        locks.append(lock((Path(folder) if inside else Path(folder).parent) / name, f'{key} = "{folder}"'))
+    return locks
+
+
+def _written_folders(config: JobConfig) -> dict[str, str]:
+    """By configuration key."""
+    folders = {"job.dump_folder": config.job.dump_folder}
+    if config.checkpoint.enable:
+        folders["checkpoint.folder"] = config.checkpoint.folder
+    return folders
+
+
+def lock(path: Path, what: str) -> BinaryIO:
+    """Locks a file until the result is closed or this process ends, however it does. `what` it stands for.
+
+    Raises:
+        ConfigError: another process has it, or it can't be opened.
     """
     try:
-        stream = (dump_folder / ".lock").open("ab")
+        stream = path.open("ab")
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: can't be written ({error.strerror}); choose another job.dump_folder"
-        ) from None
+        raise ConfigError(f"{what}: {path} can't be written ({error.strerror}); name another folder") from None
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -66,11 +83,10 @@ def lock_run(dump_folder: Path) -> BinaryIO:
                 continue
             stream.close()
             raise ConfigError(
-                f'job.dump_folder = "{dump_folder}": another job is running there; wait for its end or stop it, or '
-                "name another folder"
+                f"{what}: another job is running there; wait for its end or stop it, or name another folder"
             ) from None
         except OSError as error:
-            logger.warning(f"{dump_folder} has no locks ({error.strerror}): take care that no other job runs there")
+            logger.warning(f"{path} can't be locked ({error.strerror}): take care that no other job runs there")
         return stream
 
 

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dmuon
+from dmuon.materialize import RowInit
 from dmuon.torch_internals import set_group_timeout
-from dmuon_titan.checkpoint import Checkpointer, TrainState, find_checkpoint, step_of
+from dmuon_titan.checkpoint import Checkpointer, TrainState, find_newest
 from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
 from dmuon_titan.console import StatusLine, logger
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import Batch, build_loader, epochs_begun
 from dmuon_titan.data.trace import BatchTrace
-from dmuon_titan.errors import CheckpointError, DataError, NonFiniteError, Preempted, TitanError
+from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
 from dmuon_titan.evaluation import Evaluation, agreed_to_stop
 from dmuon_titan.loss import IGNORE_INDEX, build_loss, loss_context
 from dmuon_titan.lr_scheduler import build_schedule
@@ -31,6 +32,7 @@ from dmuon_titan.mesh import ParallelMesh, copy_to
 from dmuon_titan.metrics import Metrics, StepFigures
 from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
+from dmuon_titan.phases import Phases
 from dmuon_titan.profiling import Profiler
 from dmuon_titan.signals import StopWatcher
 from models.llama.sizes import LlamaSize
@@ -41,12 +43,17 @@ _FIRST_STEP_PATIENCE_S = 15.0
 
 @dataclass(frozen=True)
 class Gradients:
-    """What forward and backward of a step found, equal on all ranks. stop: some rank was asked to stop."""
+    """What forward and backward of a step found, equal on all ranks.
+
+    stop: some rank was asked to stop. save_failed: some rank's part of a save under way has. save_due: by the clock.
+    """
 
     loss: float
     norm: float
     num_valid_tokens: int
     stop: bool
+    save_failed: bool
+    save_due: bool
 
 
 class StepBatches:
@@ -99,23 +106,30 @@ class Trainer:
     """
 
     def __init__(
-        self, config: JobConfig, mesh: ParallelMesh, size: LlamaSize, state: TrainState, watcher: StopWatcher
+        self,
+        config: JobConfig,
+        mesh: ParallelMesh,
+        size: LlamaSize,
+        state: TrainState,
+        watcher: StopWatcher,
+        weights: RowInit | None = None,
     ) -> None:
+        """`weights`: those to begin with; None for fresh ones."""
         self.config, self.mesh, self.size, self.state, self.watcher = config, mesh, size, state, watcher
-        self.model, self.plan = build_model(config, size, mesh)
+        self.model, self.plan = build_model(config, size, mesh, weights)
         self.optimizer = build_optimizer(config.optimizer, self.model)
         self.loss = build_loss(config.compile)
-        self.schedule = build_schedule(config.lr_scheduler, config.training.steps)
         self.peak_learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:
-            self.checkpointer = Checkpointer(config.checkpoint, self.model, self.optimizer, state, mesh.device)
+            self.checkpointer = Checkpointer(config, size, self.model, self.optimizer, state, mesh.device)
         self.global_batch_size = global_batch_size(config, dist.get_world_size())
         self.num_micro_batches = num_microbatches(config, dist.get_world_size())
 
     def start(self, dataset: TokenDataset, evaluation: Evaluation | None, status_line: StatusLine) -> None:
         """Opens data and metrics at the step that `state` is at."""
         config, start_step, rank = self.config, self.state.step, dist.get_rank()
+        self.schedule = build_schedule(config.lr_scheduler, config.training.steps - self.state.schedule_start)
         self.evaluation = evaluation
         self.metrics = Metrics(
             config,
@@ -129,8 +143,8 @@ class Trainer:
         self.profiler = Profiler(config.profiling, self.mesh.device, rank, start_step)
         self.batches = StepBatches(dataset, config, self.mesh, self.state.consumed_samples, self.num_micro_batches)
 
-    def train(self) -> None:
-        """Makes the steps that are left, after `start`.
+    def train(self, phases: Phases) -> None:
+        """Makes the steps that are left, after `start`. `phases` of the start-up are told after the first.
 
         Raises:
             NonFiniteError: a loss or gradient norm is not finite; nothing of that step was applied.
@@ -143,32 +157,36 @@ class Trainer:
         try:
             with self.profiler.running():
                 self._begin()
+                self.step()
+                logger.info(phases.summary())
+                self._end_patience()
                 while self.state.step < self.config.training.steps:
                     self.step()
-                    self._end_patience()
         finally:
             gc.enable()
             self.metrics.close()
 
     def step(self) -> None:
         """One optimizer step, and what is due after it. Raises what `train` does."""
-        stop = self._update()
-        stop = self._validate_if_due(stop)
-        self._save_if_due(stop)
+        gradients = self._update()
+        stop = self._validate_if_due(gradients.stop)
+        self._save_if_due(stop, gradients.save_due)
         if self.state.step % self.config.training.gc_freq == 0:
             gc.collect(1)
         self.profiler.step()
 
-    def _update(self) -> bool:
-        """From batches to updated weights. Returns whether the ranks agreed to stop after it."""
+    def _update(self) -> Gradients:
+        """From batches to updated weights."""
         step = self.state.step + 1
         with self.metrics.data_loading():
             micro_batches = self.batches.next(step)
         local_loss, num_valid, gradients = self.forward_backward(micro_batches)
+        if self.checkpointer is not None and gradients.save_failed:
+            self.checkpointer.finish()  # raises
         self.check(step, gradients)
         if self.checkpointer is not None:
-            self.checkpointer.publish()  # what the last step wrote has now proved sound
-        factor = self.schedule(step)
+            self.checkpointer.proved()
+        factor = self.schedule(step - self.state.schedule_start)
         for group, peak in zip(self.optimizer.param_groups, self.peak_learning_rates, strict=True):
             group["lr"] = peak * factor
         self.optimizer.step()
@@ -179,7 +197,7 @@ class Trainer:
         if self.metrics.should_log(step):
             self._log(step, gradients, local_loss / num_valid.clamp(min=1))
         self.metrics.progress(step, gradients.loss)
-        return gradients.stop
+        return gradients
 
     def forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, Gradients]:
         """Leaves in `.grad` the gradient of the mean loss over all valid tokens of all ranks, clipped.
@@ -204,19 +222,28 @@ class Trainer:
             local_loss += loss.detach()
         max_norm = self.config.training.max_norm
         norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
-        # All ranks learn the loss and any rank's wish to stop. Reading them is the step's one wait for the device.
-        shared = torch.stack([local_loss, torch.full_like(local_loss, self.watcher.requested)])
+        # All ranks learn the loss and any rank's wishes. Reading them is the step's one wait for the device.
+        shared = torch.cat([local_loss.view(1), copy_to(device, torch.tensor(self._wishes(), dtype=torch.float64))])
         dist.all_reduce(shared)
-        loss_sum, stop = (shared / mesh.degree("tp")).unbind()  # the ranks of a tp group have the same loss
-        read = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double(), stop])
-        loss, norm_value, valid, stop_value = read.tolist()
-        return local_loss, num_valid, Gradients(loss, norm_value, int(valid), stop_value > 0)
+        loss_sum = shared[0] / mesh.degree("tp")  # the ranks of a tp group have the same loss
+        found = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double()])
+        loss, norm_value, valid, *wishes = torch.cat([found, shared[1:]]).tolist()
+        return local_loss, num_valid, Gradients(loss, norm_value, int(valid), *(count > 0 for count in wishes))
+
+    def _wishes(self) -> tuple[bool, bool, bool]:
+        """What this rank has to tell the others of: to stop, a save that failed, and a save that is due by the clock."""
+        checkpointer = self.checkpointer
+        if checkpointer is None:
+            return self.watcher.requested, False, False
+        return self.watcher.requested, checkpointer.failed(), checkpointer.due()
 
     def check(self, step: int, gradients: Gradients) -> None:
         """Raises NonFiniteError or DataError, on all ranks alike, if an update by these gradients would do harm."""
         if gradients.num_valid_tokens == 0:
             raise DataError(f"step {step}: no token of the global batch is a valid target")
         if not (math.isfinite(gradients.loss) and math.isfinite(gradients.norm)):
+            if self.checkpointer is not None:
+                self.checkpointer.broke()
             raise NonFiniteError(
                 f"step {step}: loss {gradients.loss}, gradient norm {gradients.norm}; nothing of this step was "
                 f"applied. Lower optimizer.lr or lengthen lr_scheduler.warmup_steps and run again: {self._way_on()}"
@@ -226,13 +253,15 @@ class Trainer:
         """What the same command does next, the same on all ranks."""
         if self.checkpointer is None:
             return "it starts from the beginning, for checkpoint.enable = false"
-        try:
-            checkpoint = find_checkpoint(self.config.checkpoint)
-        except CheckpointError as mistake:
-            return str(mistake)  # load_step names one that newer ones have replaced
-        if checkpoint is None:
+        newest = find_newest(self.config.checkpoint, self.checkpointer.group)
+        if not newest:
             return "it starts from the beginning, for there is no checkpoint yet"
-        return f"it continues from step {step_of(checkpoint)}, the checkpoint in {checkpoint}"
+        if newest[0].step == self.state.step and len(newest) > 1:
+            return (
+                f"step {self.state.step} is saved, but where the same step fails again, continue from an older one "
+                f"by --checkpoint.load_step {newest[1].step}"
+            )
+        return f"it continues from step {newest[0].step}, the checkpoint in {newest[0].path}"
 
     def _log(self, step: int, gradients: Gradients, local_mean: Tensor) -> None:
         dist.all_reduce(local_mean, op=dist.ReduceOp.MAX)
@@ -253,20 +282,25 @@ class Trainer:
         self.metrics.log_validation(step, loss)
         return False
 
-    def _save_if_due(self, stop: bool) -> None:
-        step, last = self.state.step, self.state.step == self.config.training.steps
-        if self.checkpointer is None:
-            if stop and not last:
-                raise TitanError(
-                    f"stopped by a signal after step {step}; nothing was saved, for checkpoint.enable = false"
-                )
+    def _save_if_due(self, stop: bool, due_by_clock: bool) -> None:
+        step, last, options = self.state.step, self.state.step == self.config.training.steps, self.config.checkpoint
+        stop = stop and not last
+        if self.checkpointer is None or options.load_only:
+            if stop:
+                key = "load_only = true" if self.checkpointer else "enable = false"
+                raise TitanError(f"stopped by a signal after step {step}; nothing was saved, for checkpoint.{key}")
             return
-        if stop or last or step % self.config.checkpoint.interval == 0:
-            with self.metrics.paused():
-                self.checkpointer.write()
-                if stop or last:  # there is no next step to wait for
-                    self.checkpointer.publish()
-        if stop and not last:
+        due = due_by_clock or step % options.interval == 0 or (step == 1 and options.enable_first_step_checkpoint)
+        with self.metrics.paused():
+            if stop and not options.save_on_signal:
+                self.checkpointer.finish()
+                raise Preempted(
+                    f"stopped by a signal after step {step}, not saved for checkpoint.save_on_signal = false; "
+                    f"{self._way_on()}"
+                )
+            if stop or last or due:
+                self.checkpointer.save(last=last, wait=stop)
+        if stop:
             raise Preempted(
                 f"stopped by a signal after step {step}, which is saved; the same command continues from it"
             )
@@ -279,7 +313,6 @@ class Trainer:
 
     def _end_patience(self) -> None:
         """After the first step what may take long is over: compilation, and the start of communicators."""
-        if self.watcher.patience_s < math.inf:
-            self.watcher.patience_s = math.inf
-            for group in (None, *self.mesh.groups, *dmuon.process_groups(self.model)):
-                set_group_timeout(group, self.config.comm.train_timeout_seconds)
+        self.watcher.patience_s = math.inf
+        for group in (None, *self.mesh.groups, *dmuon.process_groups(self.model)):
+            set_group_timeout(group, self.config.comm.train_timeout_seconds)

@@ -1,17 +1,16 @@
-"""Checkpoints: written aside, published complete or not at all, found, loaded and retained.
+"""Saves and loads the state of one run: what is due when, and what happens beside the training.
 
-<folder>/step-N is written by torch.distributed.checkpoint as step-N.tmp and renamed once every rank has finished. It
-holds logical tensors under the model's own parameter names and no owner, so that any mesh can read it:
-`model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups`, `train_state.<name>`, and the random state
-of each rank.
+A save that has been published counts at once. Only when the next step's loss and gradients have proved finite may it push
+an older one out of `keep_latest_k`; where they are not, it is taken out of the count instead.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import threading
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,237 +19,298 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon_titan.config.schema import Checkpoint
+from dmuon_titan.checkpoint import folder as folders
+from dmuon_titan.checkpoint.agreement import first_rank_does, gathered
+from dmuon_titan.checkpoint.continuation import (
+    check_data_order,
+    check_model,
+    check_optimizer,
+    check_tokenizer,
+    describe_changes,
+)
+from dmuon_titan.checkpoint.finding import Start
+from dmuon_titan.checkpoint.keys import DATA, MODEL, OPTIMIZER, PARAM_GROUPS, RANDOM, SCHEDULE, TRAIN_STATE
+from dmuon_titan.checkpoint.manifest import DCP, FULL, HUGGING_FACE, WEIGHTS_ONLY, Manifest
+from dmuon_titan.checkpoint.saving import SaveReport, failed_ranks, save
+from dmuon_titan.checkpoint.state import TrainState, own_random_state, stacked_random_state
+from dmuon_titan.config import JobConfig, flat, versions
 from dmuon_titan.console import logger
-from dmuon_titan.continuation import check_model, check_optimizer, check_run, note_inexact, saved_names
 from dmuon_titan.errors import CheckpointError, NonFiniteError
-from dmuon_titan.seeding import random_state, restore_random_state
+from dmuon_titan.seeding import restore_random_state
+from models.llama.sizes import LlamaSize
 
-_STEP = re.compile(r"step-(\d+)")
+# Ranks that have written wait for those that still do. That a rank is gone is noticed elsewhere, within seconds.
+_PATIENCE = timedelta(hours=6)
+_GIB = 1 << 30
 
 
 @dataclass
-class TrainState:
-    """Where a run stands, and what its data order and its exact repetition depend on.
+class _UnderWay:
+    """A save that has begun.
 
-    step: optimizer steps made. consumed_samples: the data's one cursor. tokens_seen: tokens trained on.
+    proved: whether the step after it was finite. retained: whether older checkpoints have made room for it.
+    mistake: why this rank's part failed. thread: None once all ranks know how it ended.
     """
 
-    seed: int
-    seq_len: int
-    data: str  # hash of the prepared data's manifest
-    tokenizer: str  # hash of the tokenizer the data were prepared with
-    global_batch_size: int  # sequences
-    num_ranks: int
-    num_threads: int
-    tp_degree: int = 1
-    step: int = 0
-    consumed_samples: int = 0
-    tokens_seen: int = 0
+    step: int
+    proved: bool = False
+    retained: bool = False
+    report: SaveReport | None = None
+    mistake: str | None = None
+    thread: threading.Thread | None = field(default=None, repr=False)
+
+    @property
+    def over(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
 
 
 class Checkpointer:
-    """Saves and loads the state of one run; every method is called by all ranks together.
-
-    A saved step stays step-N.tmp until `publish`: the trainer calls it once the next step's loss and gradients have
-    proved finite, so that a broken update never replaces a sound checkpoint, nor ages one out of `keep_latest_k`.
-    """
+    """Every method is called by all ranks together, and raises the same on all of them."""
 
     def __init__(
         self,
-        options: Checkpoint,
+        config: JobConfig,
+        size: LlamaSize,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        train_state: TrainState,
+        state: TrainState,
         device: torch.device,
     ) -> None:
-        self.folder = Path(options.folder)
-        self.keep_latest_k = options.keep_latest_k
-        self.model, self.optimizer, self.train_state, self.device = model, optimizer, train_state, device
-        self._written: int | None = None
+        self.config, self.options, self.size = config, config.checkpoint, size
+        self.model, self.optimizer, self.state, self.device = model, optimizer, state, device
+        self.folder = Path(config.checkpoint.folder)
+        self.group = checkpoint_group()
+        self._ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._under_way: _UnderWay | None = None
+        self._protected: list[Path] = []
+        self._saved_s = time.monotonic()
+        self._pinned: DefaultStager | None = None
 
-    def write(self) -> None:
-        """Writes the state of this step aside, unpublished.
+    def due(self) -> bool:
+        """Whether `interval_minutes` have passed since the last save, or the start, by this rank's clock."""
+        minutes = self.options.interval_minutes
+        return minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
+
+    def failed(self) -> bool:
+        """Whether this rank knows of a save under way that has failed."""
+        return self._under_way is not None and self._under_way.over and self._under_way.mistake is not None
+
+    def save(self, *, last: bool = False, wait: bool = False) -> None:
+        """Saves this step. With `async_mode`, returns when the state has been copied, unless it is to `wait`.
+
+        Args:
+            last: whether it is the run's last step, of which weights alone may be asked for.
+            wait: for the complete checkpoint.
 
         Raises:
-            CheckpointError: a rank could not write; the same on all ranks.
+            CheckpointError: this save, or one that was under way, could not be completed.
             NonFiniteError: a value to be saved is not finite.
         """
-        step = self.train_state.step
-        path = self.folder / f"step-{step}.tmp"
-        state = dmuon.get_state_dict(self.model, self.optimizer)
+        self.finish()
+        self._saved_s = begin_s = time.monotonic()
+        weights_only = last and self.options.last_save_model_only
+        state = self._state(weights_only)
         self._check_finite(state)
-        state["train_state"] = asdict(self.train_state)
-        state[_random_key(dist.get_rank())] = random_state(self.device)
-        if dist.get_rank() == 0:
-            _clear(path)
-        dist.barrier()
-        try:
-            dcp.save(state, checkpoint_id=path)
-        except CheckpointException as error:
-            raise CheckpointError(f"step {step} could not be saved in {path}: {failed_ranks(error)}") from error
-        self._written = step
+        under_way = _UnderWay(self.state.step)
+        draft = self._draft(weights_only)
+        self._under_way = under_way
+        if last or wait or self.options.async_mode == "disabled":
+            self._save(under_way, state, draft, begin_s)
+            self._end(under_way)
+        else:
+            copy = self._copied(state)
+            logger.info(f"saving step {under_way.step}: training waited {time.monotonic() - begin_s:.2f} s")
+            under_way.thread = threading.Thread(
+                target=self._save, args=(under_way, copy, draft, begin_s), name="checkpoint", daemon=True
+            )
+            under_way.thread.start()
+        if last or wait:  # there is no next step
+            self.proved()
 
-    def publish(self) -> None:
-        """Makes the step that was written last count as a checkpoint. Does nothing if there is none."""
-        if self._written is None:
-            return
-        path = self.folder / f"step-{self._written}"
-        if dist.get_rank() == 0:
-            _replace(path.with_name(path.name + ".tmp"), path)
-            self._retain()
-        dist.barrier()
-        logger.info(f"saved step {self._written} in {path}")
-        self._written = None
-
-    def load(self, path: Path) -> None:
-        """Fills model, optimizer, train state and random state from a complete checkpoint.
+    def finish(self) -> None:
+        """Waits for the save that is under way, if one is.
 
         Raises:
-            CheckpointError: it belongs to another model, optimizer, tokenizer, data order, or can't be read.
+            CheckpointError: it failed.
         """
-        metadata, run = _read_metadata(path), asdict(self.train_state)
-        train_state = saved_names(path, metadata, run)
-        self._load(path, {"train_state": train_state})
-        check_run(path, train_state, run)
-        state = dmuon.get_state_dict(self.model, self.optimizer)
-        # The configuration says what the groups' options are, also where it changed since the save.
-        groups = state["optimizer"].pop("param_groups")
-        check_model(path, self.model, metadata)
-        check_optimizer(path, self.model, self.optimizer, metadata)
-        same_ranks = train_state["num_ranks"] == self.train_state.num_ranks
-        key = _random_key(dist.get_rank())
-        if same_ranks:
-            state[key] = random_state(self.device)
-        self._load(path, state)
-        state["optimizer"]["param_groups"] = {index: {} for index in groups}
-        dmuon.set_state_dict(self.model, self.optimizer, state)
-        if same_ranks:
-            restore_random_state(state[key], self.device)
-        if dist.get_rank() == 0:
-            note_inexact(path, train_state, run)
-        for name in ("step", "consumed_samples", "tokens_seen"):
-            setattr(self.train_state, name, train_state[name])
+        if self._under_way is not None and self._under_way.thread is not None:
+            self._under_way.thread.join()
+            self._end(self._under_way)
 
-    def _load(self, path: Path, state: dict[str, Any]) -> None:
+    def proved(self) -> None:
+        """The step after the one saved last is finite: older checkpoints may go."""
+        under_way = self._under_way
+        if under_way is not None:
+            under_way.proved = True
+            if under_way.over and under_way.report is not None and not under_way.retained:
+                under_way.retained = True
+                self.retain()
+
+    def broke(self) -> None:
+        """A loss or gradient is not finite: if that is the first step after a save, the save doesn't count."""
         try:
-            dcp.load(state, checkpoint_id=path)
+            self.finish()
+        except CheckpointError as mistake:
+            logger.warning(str(mistake))
+        under_way = self._under_way
+        if under_way is not None and not under_way.proved:
+            first_rank_does(
+                lambda: folders.condemn(self.folder, under_way.step),
+                self.group,
+                f"step {under_way.step} can't be taken out of {self.folder}",
+            )
+
+    def retain(self) -> None:
+        """Removes what `keep_latest_k` lets go."""
+        if dist.get_rank() == 0:
+            try:
+                folders.retain(self.folder, self.options.keep_latest_k, self._protected)
+            except OSError as error:
+                logger.warning(f"an old checkpoint can't be removed: {error}")
+
+    def load(self, start: Start) -> None:
+        """Fills model, optimizer, train state and random state, as far as the configuration asks for.
+
+        Raises:
+            CheckpointError: it belongs to another model, optimizer, tokenizer or data order, or can't be read.
+        """
+        path, manifest = start.path, start.saved.manifest
+        excluded = self._excluded(start)
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        parts = self.state.parts(excluded)
+        self._read(path, dict(parts))
+        check_tokenizer(path, manifest, self.state)
+        if DATA not in excluded:
+            check_data_order(path, parts[DATA], manifest, self.state, self.config)
+        state = dmuon.get_state_dict(self.model, self.optimizer)
+        asked: dict[str, Any] = {}
+        if MODEL not in excluded:
+            check_model(path, self.model, metadata)
+            asked[MODEL] = state[MODEL]
+        if OPTIMIZER not in excluded:
+            check_optimizer(path, self.model, self.optimizer, metadata)
+            # The configuration says what the groups' options are, also where it changed since the save.
+            asked[OPTIMIZER] = {name: part for name, part in state[OPTIMIZER].items() if name != PARAM_GROUPS}
+        random = self._random_state()
+        same = manifest.run["num_ranks"] == self.state.num_ranks and TRAIN_STATE not in excluded
+        same = same and all(f"{RANDOM}.{name}" in metadata.state_dict_metadata for name in random)
+        if same:
+            asked[RANDOM] = random
+        self._read(path, asked)
+        state[OPTIMIZER][PARAM_GROUPS] = {index: {} for index in state[OPTIMIZER][PARAM_GROUPS]}
+        dmuon.set_state_dict(self.model, self.optimizer, state)
+        if same:
+            restore_random_state(own_random_state(random), self.device)
+        self.state.take(parts)
+        if SCHEDULE in excluded:
+            self.state.schedule_start = self.state.step
+        if start.own:
+            self._protected.append(path)
+        if dist.get_rank() == 0:
+            describe_changes(start.saved, self.config, self.state, excluded)
+
+    def _excluded(self, start: Start) -> frozenset[str]:
+        options = self.options
+        if not start.own and options.initial_load_model_only:
+            return frozenset({OPTIMIZER, TRAIN_STATE, SCHEDULE, DATA})
+        if not start.saved.full:
+            raise CheckpointError(
+                f"{start.path} holds weights only: set checkpoint.initial_load_model_only = true, or name a full one"
+            )
+        made_under = start.saved.manifest.config.get("checkpoint.exclude_from_loading", [])
+        if start.own and list(made_under) == list(options.exclude_from_loading):
+            return frozenset()  # saved by this very run, which has left those parts out when it began
+        return frozenset(options.exclude_from_loading)
+
+    def _state(self, weights_only: bool) -> dict[str, Any]:
+        if weights_only:
+            weights = dmuon.get_state_dict(self.model)[MODEL]
+            dtype = getattr(torch, self.options.export_dtype)
+            return {MODEL: {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}}
+        state = dmuon.get_state_dict(self.model, self.optimizer)
+        return {**state, **self.state.parts(), RANDOM: self._random_state()}
+
+    def _random_state(self) -> dict[str, Tensor]:
+        return stacked_random_state(self.device, self._ranks)
+
+    def _draft(self, weights_only: bool) -> Manifest:
+        return Manifest(
+            kind=WEIGHTS_ONLY if weights_only else FULL,
+            layout=HUGGING_FACE if weights_only and self.options.last_save_in_hf else DCP,
+            step=self.state.step,
+            sequence=0,
+            files={},
+            model={"name": self.config.model.name, "flavor": self.config.model.flavor, **asdict(self.size)},
+            config=flat(self.config),
+            run={**self.state.run(), "tokenizer": self.state.tokenizer},
+            versions=versions(),
+        )
+
+    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy on the CPU. The pinned one is kept, and filled again at every save: pinning memory is slow."""
+        pinned = self.options.async_mode == "async_with_pinned_mem" and self.device.type == "cuda"
+        stager = self._pinned if pinned else None
+        if stager is None:
+            stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+            self._pinned = stager if pinned else None
+        copy = stager.stage(state)
+        assert isinstance(copy, dict)
+        return copy
+
+    def _save(self, under_way: _UnderWay, state: dict[str, Any], draft: Manifest, begin_s: float) -> None:
+        try:
+            report = save(self.folder, state, draft, self.group)
+        except CheckpointError as error:
+            under_way.mistake = str(error)
+        except Exception as error:
+            if under_way.thread is None:
+                raise
+            under_way.mistake = f"step {draft.step} could not be saved in {self.folder}: {type(error).__name__}: {error}"
+        else:
+            under_way.report = report
+            logger.info(
+                f"saved step {draft.step} in {report.path}: {report.num_bytes / _GIB:.3f} GiB, "
+                f"{time.monotonic() - begin_s:.2f} s"
+            )
+
+    def _end(self, under_way: _UnderWay) -> None:
+        """Raises on all ranks what a save that is over has met on any."""
+        under_way.thread = None
+        mistakes = [mistake for mistake in gathered(under_way.mistake, self.group) if mistake is not None]
+        if mistakes:
+            self._under_way = None
+            raise CheckpointError(mistakes[0])
+
+    def _read(self, path: Path, state: dict[str, Any]) -> None:
+        try:
+            dcp.load(state, checkpoint_id=path, process_group=self.group)
         except CheckpointException as error:
             raise CheckpointError(f"{path} can't be loaded: {failed_ranks(error)}") from error
 
     def _check_finite(self, state: dict[str, Any]) -> None:
-        finite = torch.stack([tensor.isfinite().all().to(self.device) for _, tensor in _tensors(state)])
+        names_and_tensors = list(_tensors(state))
+        finite = torch.stack([tensor.isfinite().all().to(self.device) for _, tensor in names_and_tensors])
         num_bad_ranks = (~finite.all()).to(torch.int32)
         dist.all_reduce(num_bad_ranks)
         if num_bad_ranks.item():
-            here = next((name for name, tensor in _tensors(state) if not tensor.isfinite().all()), None)
-            firsts: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(firsts, here)  # all ranks raise the same: it is printed once
+            here = next((name for name, tensor in names_and_tensors if not tensor.isfinite().all()), None)
+            first = next(name for name in gathered(here, self.group) if name is not None)
             raise NonFiniteError(
-                f"step {self.train_state.step} made a weight or optimizer state infinite or NaN, first "
-                f"{next(filter(None, firsts))}: it is not saved"
+                f"step {self.state.step} made a weight or optimizer state infinite or NaN, first {first}: it is not "
+                "saved"
             )
 
-    def _retain(self) -> None:
-        if self.keep_latest_k == 0:
-            return
-        for old in _complete(self.folder)[self.keep_latest_k :]:
-            # Renamed first: a checkpoint half deleted must not look complete.
-            removing = old.with_name(old.name + ".removing")
-            old.rename(removing)
-            shutil.rmtree(removing)
 
-
-def find_checkpoint(options: Checkpoint) -> Path | None:
-    """The checkpoint to continue from: `load_step`, or the newest complete one; None where there is none.
-
-    Rank 0 looks, all ranks get its answer. What looks like a checkpoint but isn't complete is named in one warning.
-
-    Raises:
-        CheckpointError: `load_step` is not there.
-    """
-    folder = Path(options.folder)
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0 and folder.is_dir():
-        complete = _complete(folder)
-        skipped = sorted(p.name for p in folder.iterdir() if p.name.startswith("step-") and p not in complete)
-        if skipped:
-            logger.warning(f"not taken for checkpoints, left alone in {folder}: {', '.join(skipped)}")
-        found = [complete[0] if complete else None, [path.name for path in complete]]
-        if options.load_step >= 0:
-            wanted = folder / f"step-{options.load_step}"
-            found[0] = wanted if wanted in complete else None
-    dist.broadcast_object_list(found)
-    path, names = found
-    if path is None and options.load_step >= 0:
-        raise CheckpointError(
-            f"checkpoint.load_step = {options.load_step}: {folder} has "
-            f"{', '.join(names) if names else 'no complete checkpoint'}"
-        )
-    return path
-
-
-def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
-    match = _STEP.fullmatch(path.name)
-    assert match is not None
-    return int(match.group(1))
-
-
-def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, the newest first."""
-    named = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
-    return sorted((path for path in named if _is_complete(path)), key=step_of, reverse=True)
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether the metadata, which is written last, is there, and every file is as long as it says."""
-    try:
-        stored = _read_metadata(path).storage_data
-    except CheckpointError:
-        return False
-    ends: dict[str, int] = {}
-    for info in stored.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    files = {name: path / name for name in ends}
-    return all(file.is_file() and file.stat().st_size >= ends[name] for name, file in files.items())
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:  # unpickling what a crash left behind can raise anything
-        raise CheckpointError(f"{path} has no readable .metadata: {error}") from error
-
-
-def _clear(path: Path) -> None:
-    """A save needs a fresh folder: files of an earlier try would count as part of it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            logger.info(f"replacing {path}, which was never completed")
-            shutil.rmtree(path)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint.folder = {path.parent} can't be written: {error}") from error
-
-
-def _replace(new: Path, path: Path) -> None:
-    if path.exists():
-        # From an earlier run, or never complete: put aside rather than lost while `new` takes its name.
-        aside = path.with_name(path.name + ".replaced")
-        if aside.exists():
-            shutil.rmtree(aside)
-        path.rename(aside)
-        logger.warning(f"{path} was there already and is now {aside.name}")
-    new.rename(path)
-
-
-def _random_key(rank: int) -> str:
-    return f"random_state_rank_{rank}"
+def checkpoint_group() -> dist.ProcessGroup:
+    """A group of all ranks on the CPU that nothing but checkpoints uses: a save may run beside the training."""
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert group is not None
+    return group
 
 
 def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -262,11 +322,3 @@ def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix, tree.to_local()
     elif isinstance(tree, Tensor):
         yield prefix, tree
-
-
-def failed_ranks(error: CheckpointException) -> str:
-    """Each text once, with the ranks that met it."""
-    ranks: dict[str, list[str]] = {}
-    for rank, (failure, _) in sorted(error.failures.items()):
-        ranks.setdefault(f"{type(failure).__name__}: {failure}", []).append(str(rank))
-    return "; ".join(f"rank{'s' * (len(met) > 1)} {', '.join(met)}: {text}" for text, met in ranks.items())

@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         files = {name: StoredFile(**entry) for name, entry in found.pop("files").items()}
         return Manifest(files=files, **found)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {NAME}: it is not a complete checkpoint") from None
+        raise CheckpointError(f"{folder} has no {NAME}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
 

@@ -10,7 +10,7 @@ from dmuon_titan.config.derived import (
 )
 from dmuon_titan.config.help import help_text
 from dmuon_titan.config.loading import LoadedConfig, load_config, wants_help
-from dmuon_titan.config.resolved import versions, write_resolved
+from dmuon_titan.config.resolved import flat, versions, write_resolved
 from dmuon_titan.config.schema import JobConfig
 from dmuon_titan.config.validation import World, notes, validate
 
@@ -19,6 +19,7 @@ __all__ = [
     "LoadedConfig",
     "ScheduleLengths",
     "World",
+    "flat",
     "global_batch_size",
     "help_text",
     "load_config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 from dmuon_titan.config.loading import LoadedConfig
 from dmuon_titan.config.paths import REPOSITORY
-from dmuon_titan.config.schema import KEYS, SECTIONS, get
+from dmuon_titan.config.schema import KEYS, SECTIONS, JobConfig, get
 from dmuon_titan.config.values import to_toml
 
 _PACKAGES = ("torch", "torchdata", "sentencepiece")
@@ -30,6 +31,13 @@ def write_resolved(loaded: LoadedConfig, path: Path) -> None:
     os.replace(partial, path)
 
 
+def flat(config: JobConfig) -> dict[str, Any]:
+    """Every value by its dotted key, as JSON holds them."""
+    values = {name: get(config, name) for name in KEYS}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that shape a run, and the commit of this repository."""
     found = {"python": platform.python_version()}

@@ -301,36 +301,40 @@ class Checkpoint:
     enable: bool = key(False, "Save checkpoints and continue from them.")
     folder: str = key("checkpoint", "Folder of the checkpoints.", path="run")
     interval: int = key(500, "Steps from one checkpoint to the next; the last step is always saved.", at_least=1)
+    interval_minutes: float | None = key(
+        None, "Save as well when so many minutes have passed since the last save. None: steps alone count.", above=0
+    )
+    enable_first_step_checkpoint: bool = key(False, "Save the first step too, to see early that saving works.")
+    save_on_signal: bool = key(
+        True, "Save when SIGTERM, SIGINT or SIGUSR1 stops the job. false: it continues from the last regular save."
+    )
+    load_only: bool = key(False, "Continue from checkpoints, but save none.")
     keep_latest_k: int = key(10, "How many of the newest checkpoints are kept. 0: all.", at_least=0)
     load_step: int = key(-1, "Step to continue from. -1: the newest complete checkpoint.", at_least=0, or_value=-1)
     async_mode: str = key(
         "disabled",
-        "Save while training goes on.",
+        "Save while training goes on, from a copy of the state on the CPU; with pinned memory the copy is faster, and "
+        "kept.",
         choices=("disabled", "async", "async_with_pinned_mem"),
-        supported=("disabled",),
     )
     exclude_from_loading: tuple[str, ...] = key(
         (),
-        "Parts of the state that are not loaded.",
+        "Parts of the state that are not loaded from a checkpoint that was saved without this setting.",
         choices=("model", "optimizer", "lr_scheduler", "dataloader", "train_state"),
-        supported=((),),
     )
     initial_load_path: str | None = key(
-        None, "Checkpoint to start from while the run has none of its own.", path="data", supported=(None,)
+        None, "Checkpoint to start from while the run has none of its own.", path="data", aliases=("init_from",)
     )
     initial_load_model_only: bool = key(True, "Of `initial_load_path`, load the weights alone.")
-    initial_load_in_hf: bool = key(
-        False, "`initial_load_path` is a Hugging Face folder of safetensors.", supported=(False,)
-    )
+    initial_load_in_hf: bool = key(False, "`initial_load_path` is a Hugging Face folder of safetensors.")
     last_save_model_only: bool = key(
-        False, "Save the weights alone at the last step: the run can't be continued.", supported=(False,)
+        False, "Save the weights alone at the last step, in `export_dtype`: the run can't be continued from there."
     )
-    last_save_in_hf: bool = key(False, "Save the last weights in Hugging Face's format.", supported=(False,))
+    last_save_in_hf: bool = key(
+        False, "Save the last weights as Hugging Face's safetensors; needs `last_save_model_only`."
+    )
     export_dtype: str = key(
-        "float32",
-        "Format of weights that are saved alone.",
-        choices=("float32", "bfloat16", "float16"),
-        supported=("float32",),
+        "float32", "Format of weights that are saved alone.", choices=("float32", "bfloat16", "float16")
     )
 
 

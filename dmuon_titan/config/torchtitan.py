@@ -65,11 +65,9 @@ INERT: dict[str, Inert] = {
     "parallelism.expert_parallel_comm_backend": Inert(("standard",), _EXPERT),
     "checkpoint.enable_ft_dataloader_checkpoints": Inert((True,), "the data position is always saved"),
     "checkpoint.initial_load_in_hf_quantized": Inert((False,), _QUANTIZED),
-    "checkpoint.enable_first_step_checkpoint": Inert((False,), "not supported yet: use checkpoint.interval = 1"),
     "checkpoint.create_seed_checkpoint": Inert(
         (False,), "first weights follow from debug.seed alone, the same on every mesh"
     ),
-    "checkpoint.load_only": Inert((False,), "not supported yet"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Inert((("moe.router.gate",), ()), _EXPERT),
     "activation_checkpoint.early_stop": Inert((False,), _RECOMPUTATION),
     "activation_checkpoint.memory_budget": Inert((0.5,), _RECOMPUTATION),

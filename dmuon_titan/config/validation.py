@@ -12,7 +12,7 @@ from typing import Literal
 from dmuon_titan.config.derived import num_microbatches, resolved_degrees, schedule_notes
 from dmuon_titan.config.loading import load_config
 from dmuon_titan.config.paths import TRAIN_CONFIGS
-from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, JobConfig, UnreadValue, get
+from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, Checkpoint, JobConfig, UnreadValue, get
 from dmuon_titan.config.suggestions import nearest
 from dmuon_titan.config.values import to_toml
 from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, num_windows, read_manifest, sha256_of_file
@@ -62,6 +62,7 @@ def validate(config: JobConfig, world: World | None) -> list[str]:
         collect(_async_tensor_parallel_mistakes(config, world))
     collect(_activation_checkpoint_mistakes(config))
     collect(_profiling_mistakes(config))
+    collect(_checkpoint_mistakes(config))
     collect(_dataset_mistakes(config))
     if size is not None:
         collect(_size_mistakes(config, size))
@@ -79,6 +80,7 @@ def validate(config: JobConfig, world: World | None) -> list[str]:
 def notes(config: JobConfig) -> list[str]:
     """What a valid configuration's job does otherwise than asked, or what may surprise; one line each."""
     lines = schedule_notes(config.lr_scheduler, config.training.steps)
+    lines += _checkpoint_notes(config.checkpoint)
     size = _find_size(config)
     for prefix, folder in _prepared_folders(config):
         dataset = get(config, f"{prefix}.dataset")
@@ -91,6 +93,20 @@ def notes(config: JobConfig) -> list[str]:
                 f"{size.vocab_size - vocab_size} rows of embedding and output head stay unused"
             )
     return lines
+
+
+def _checkpoint_notes(options: Checkpoint) -> Iterator[str]:
+    given = {
+        "initial_load_path": options.initial_load_path is not None,
+        "last_save_model_only": options.last_save_model_only,
+        "load_step": options.load_step >= 0,
+        "exclude_from_loading": bool(options.exclude_from_loading),
+    }
+    for name, is_given in given.items():
+        if is_given and not options.enable:
+            yield f"checkpoint.{name}: no effect, for checkpoint.enable = false"
+    if options.enable and options.export_dtype != "float32" and not options.last_save_model_only:
+        yield "checkpoint.export_dtype: no effect without checkpoint.last_save_model_only = true"
 
 
 def _find_size(config: JobConfig) -> LlamaSize | None:
@@ -143,6 +159,27 @@ def _profiling_mistakes(config: JobConfig) -> Iterator[str]:
             f"profiling.profile_freq = {profiling.profile_freq}: shorter than profiler_warmup + profiler_active "
             f"= {cycle}"
         )
+
+
+def _checkpoint_mistakes(config: JobConfig) -> Iterator[str]:
+    options = config.checkpoint
+    if not options.enable:
+        return
+    needed = {
+        "last_save_in_hf": ("last_save_model_only", options.last_save_model_only, "true"),
+        "initial_load_in_hf": ("initial_load_path", options.initial_load_path is not None, "FOLDER"),
+    }
+    for name, (other, is_met, legal) in needed.items():
+        if getattr(options, name) and not is_met:
+            yield f"checkpoint.{name} = true: needs checkpoint.{other} = {legal}"
+    if options.initial_load_in_hf and not options.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only = false: a Hugging Face folder holds weights alone; leave it true, or "
+            "set checkpoint.initial_load_in_hf = false"
+        )
+    path = options.initial_load_path
+    if path is not None and not Path(path).is_dir():
+        yield f"checkpoint.initial_load_path = {to_toml(path)}: no such folder"
 
 
 def _size_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[str]:

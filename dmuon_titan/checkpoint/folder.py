@@ -1,0 +1,150 @@
+"""A folder of checkpoints: which are complete, which is the newest, and what may go. One rank looks for all.
+
+`step-N` counts if its manifest.json is there and every file has the size that it says. Next to it may lie
+`step-N.tmp`, a save under way or cut off, `step-N.replaced`, which an earlier run had saved under the same name,
+`step-N.not-finite`, whose weights proved broken, and `step-N.removing`. Everything else is somebody else's.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmuon_titan.checkpoint.manifest import FULL, Manifest, missing_or_short, read_manifest, sync_folder
+from dmuon_titan.console import logger
+from dmuon_titan.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)")
+# Tells a save of ours that was cut off from a folder that merely has such a name.
+_UNFINISHED = ".unfinished"
+_REMOVING, _NOT_FINITE = ".removing", ".not-finite"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def full(self) -> bool:
+        """Whether a run can be continued from it."""
+        return self.manifest.kind == FULL
+
+
+def scan(folder: Path) -> tuple[list[Saved], dict[str, str]]:
+    """What is in a folder of checkpoints, there or not.
+
+    Returns:
+        Complete checkpoints, the one saved last first; and name -> reason of what looks like one and isn't.
+    """
+    complete: list[Saved] = []
+    others: dict[str, str] = {}
+    for path in sorted(folder.glob("step-*")):
+        named = _STEP.fullmatch(path.name)
+        try:
+            if named is None or not path.is_dir():
+                raise CheckpointError("no name of a complete checkpoint")
+            saved = examine(path)
+            if saved.step != int(named[1]):
+                raise CheckpointError(f"holds step {saved.step}")
+            complete.append(saved)
+        except CheckpointError as mistake:
+            others[path.name] = str(mistake).removeprefix(f"{path} ")
+    complete.sort(key=lambda saved: (saved.manifest.sequence, saved.step), reverse=True)
+    return complete, others
+
+
+def examine(path: Path) -> Saved:
+    """The complete checkpoint that lies in a folder; contents of its files are not looked at.
+
+    Raises:
+        CheckpointError: it isn't one, and why.
+    """
+    manifest = read_manifest(path)
+    broken = missing_or_short(path, manifest)
+    if broken is not None:
+        raise CheckpointError(f"{path} is not complete: {broken}")
+    return Saved(path, manifest)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint into: files of an earlier try would count as part of it. Raises OSError."""
+    path = folder / f"step-{step}.tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        logger.info(f"replacing {path}, which was never completed")
+        shutil.rmtree(path)
+    path.mkdir()
+    (path / _UNFINISHED).touch()
+    return path
+
+
+def publish(path: Path, manifest: Manifest) -> Path:
+    """Completes what lies in step-N.tmp, a save that `begin` has begun: from now on it counts. Raises OSError."""
+    final = path.with_name(path.name.removesuffix(".tmp"))
+    manifest.write(path)
+    (path / _UNFINISHED).unlink(missing_ok=True)
+    if final.exists():
+        # From an earlier run, or never complete: put aside rather than lost while the new one takes its name.
+        aside = final.with_name(final.name + ".replaced")
+        if aside.exists():
+            shutil.rmtree(aside)
+        final.rename(aside)
+        logger.warning(f"{final} was there already and is now {aside.name}")
+    path.rename(final)
+    sync_folder(final.parent)
+    return final
+
+
+def give_up(path: Path) -> None:
+    """Removes what `begin` has begun, for what it takes up may be what is missing."""
+    with suppress(OSError):
+        shutil.rmtree(path)
+
+
+def condemn(folder: Path, step: int) -> None:
+    """Takes a checkpoint whose weights proved broken out of the count, without losing it."""
+    path = folder / f"step-{step}"
+    if path.exists():
+        aside = path.with_name(path.name + _NOT_FINITE)
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+        logger.warning(f"{path} holds weights whose next loss or gradient is not finite; it is now {aside.name}")
+
+
+def next_sequence(folder: Path) -> int:
+    """The number of the save that comes after all that are there."""
+    return max((saved.manifest.sequence for saved in scan(folder)[0]), default=0) + 1
+
+
+def retain(folder: Path, num_kept: int, protected: Collection[Path]) -> None:
+    """Removes all but the newest `num_kept` full checkpoints (0: none goes), and what cut-off saves left behind.
+
+    The newest and `protected` ones stay in any case, and so does what this program didn't write.
+    """
+    leftovers = [path for path in folder.glob("step-*.tmp") if (path / _UNFINISHED).exists()]
+    for path in leftovers:
+        logger.info(f"removing {path}, a save that was cut off")
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f"step-*{_REMOVING}"):
+        shutil.rmtree(path, ignore_errors=True)
+    if num_kept == 0:
+        return
+    full = [saved.path for saved in scan(folder)[0] if saved.full]
+    for path in full[num_kept:]:
+        if path not in protected:
+            # Renamed first: a checkpoint half deleted must not look complete.
+            removing = path.with_name(path.name + _REMOVING)
+            path.rename(removing)
+            shutil.rmtree(removing, ignore_errors=True)
