@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmuon_titan.checkpoint.manifest import sync_folder
 from dmuon_titan.errors import CheckpointError
 from dmuon_titan.hugging_face.comparison import check_tensors
 from dmuon_titan.hugging_face.files import CONFIG, INDEX, index_of, plan_files, write_json, write_safetensors
@@ -32,7 +31,8 @@ def export(
 ) -> None:
     """Writes a checkpoint's weights as safetensors under transformers' names, and config.json.
 
-    No collective is issued, and one tensor is held at a time. The folder is complete when all ranks have returned.
+    No collective is issued, and one tensor is held at a time. The folder is complete when all ranks have returned;
+    contents are on the disk then, names once the folder is flushed.
 
     Args:
         checkpoint: a folder of torch.distributed.checkpoint with logical tensors `model.<name>`.
@@ -69,4 +69,3 @@ def export(
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
         # Last: without it the folder is no model.
         write_json(output / CONFIG, hf_config(size) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")})
-    sync_folder(output)

@@ -14,8 +14,9 @@ from pathlib import Path
 from dmuon_titan.checkpoint.manifest import DCP, Manifest, missing_or_short, read_manifest, store, sync_folder
 from dmuon_titan.data.tokenizer import Tokenizer
 from dmuon_titan.errors import CheckpointError, ConfigError, ExitStatus, TitanError
-from dmuon_titan.hugging_face import export, import_folder, read_size
+from dmuon_titan.hugging_face import export, read_size
 from dmuon_titan.hugging_face.files import COMPANIONS, DTYPES
+from dmuon_titan.hugging_face.importing import import_folder
 from models.llama.sizes import LlamaSize, size_from_dict
 
 _PROGRAM = "python -m dmuon_titan.tools.convert"
