@@ -31,8 +31,8 @@ def export(
 ) -> None:
     """Writes a checkpoint's weights as safetensors under transformers' names, and config.json.
 
-    No collective is issued, and one tensor is held at a time. The folder is complete when all ranks have returned;
-    contents are on the disk then, names once the folder is flushed.
+    No collective is issued, and one tensor is held at a time, twice while it is read. The folder is complete when all
+    ranks have returned: contents are on the disk then, names once the folder is flushed.
 
     Args:
         checkpoint: a folder of torch.distributed.checkpoint with logical tensors `model.<name>`.
@@ -55,7 +55,7 @@ def export(
     def tensor_of(theirs: str) -> Tensor:
         name = ours[theirs]
         values = rows_to_hf(name, read_weight(checkpoint, name, shapes[name]), size).to(dtype)
-        if not values.isfinite().all():
+        if dtype == torch.float16 and not values.isfinite().all():  # what is saved is finite
             raise CheckpointError(f"{checkpoint}: {name} has values that {dtype} can't hold; bfloat16 has more range")
         return values
 
