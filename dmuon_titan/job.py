@@ -90,7 +90,9 @@ def _train(
     seed_everything(config.debug.seed)
     state = new_train_state(config, dataset)
     phases.begin("checking the checkpoint")
-    start = find_start(config.checkpoint, config.training.steps, checkpoint_group()) if config.checkpoint.enable else None
+    start = (
+        find_start(config.checkpoint, config.training.steps, checkpoint_group()) if config.checkpoint.enable else None
+    )
     if start is not None and start.own and start.saved.step >= config.training.steps:
         logger.info(_finished(start, config))
         return

@@ -52,8 +52,8 @@ class Gradients:
     norm: float
     num_valid_tokens: int
     stop: bool
-    save_failed: bool
-    save_due: bool
+    save_failed: bool = False
+    save_due: bool = False
 
 
 class StepBatches:
@@ -231,7 +231,7 @@ class Trainer:
         return local_loss, num_valid, Gradients(loss, norm_value, int(valid), *(count > 0 for count in wishes))
 
     def _wishes(self) -> tuple[bool, bool, bool]:
-        """What this rank has to tell the others of: to stop, a save that failed, and a save that is due by the clock."""
+        """What this rank has to tell the others of: to stop, a save that failed, a save that is due by the clock."""
         checkpointer = self.checkpointer
         if checkpointer is None:
             return self.watcher.requested, False, False

@@ -1,7 +1,7 @@
 """Saves and loads the state of one run: what is due when, and what happens beside the training.
 
-A save that has been published counts at once. Only when the next step's loss and gradients have proved finite may it push
-an older one out of `keep_latest_k`; where they are not, it is taken out of the count instead.
+A save that has been published counts at once. Only when the next step's loss and gradients have proved finite may it
+push an older one out of `keep_latest_k`; where they are not, it is taken out of the count instead.
 """
 
 from __future__ import annotations
@@ -270,7 +270,9 @@ class Checkpointer:
         except Exception as error:
             if under_way.thread is None:
                 raise
-            under_way.mistake = f"step {draft.step} could not be saved in {self.folder}: {type(error).__name__}: {error}"
+            under_way.mistake = (
+                f"step {draft.step} could not be saved in {self.folder}: {type(error).__name__}: {error}"
+            )
         else:
             under_way.report = report
             logger.info(

@@ -43,7 +43,7 @@ _RUN = {
 
 
 def check_tokenizer(path: Path, manifest: Manifest, run: TrainState) -> None:
-    """Embeddings mean the tokens of one tokenizer, whatever else is loaded. A checkpoint from elsewhere knows of none."""
+    """Embeddings mean the tokens of one tokenizer, whatever else is loaded. One that was converted knows of none."""
     saved = manifest.run.get("tokenizer")
     if saved is not None and saved != run.tokenizer:
         raise CheckpointError(
@@ -87,7 +87,8 @@ def describe_changes(saved: Saved, config: JobConfig, run: TrainState, excluded:
     name = saved.path.name
     if excluded:
         logger.info(f"not loaded from {name}: {', '.join(sorted(excluded))}")
-    breaking, harmless = [], []
+    breaking: list[str] = []
+    harmless: list[str] = []
     for key, change, effect in _changes(saved, config):
         (breaking if effect else harmless).append(f"{key} = {change}")
         if effect:

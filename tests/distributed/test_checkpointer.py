@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import resource
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,76 +19,67 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dmuon
-from dmuon_titan.checkpoint import Checkpointer, TrainState, failed_ranks, find_checkpoint
-from dmuon_titan.config.schema import Checkpoint, Optimizer, build
+from dmuon_titan.checkpoint import Checkpointer, Start, TrainState, checkpoint_group, find_start
+from dmuon_titan.checkpoint import manifest as manifests
+from dmuon_titan.checkpoint.folder import examine
+from dmuon_titan.checkpoint.keys import MEANING
+from dmuon_titan.checkpoint.saving import failed_ranks
+from dmuon_titan.config.schema import Checkpoint, build
 from dmuon_titan.console import logger
 from dmuon_titan.errors import CheckpointError, NonFiniteError
 from dmuon_titan.mesh import build_mesh
 from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
-from dmuon_titan.seeding import random_state
 from models.llama.sizes import LlamaSize
 from tests.distributed.pool import RankPool
 
 SMALL = LlamaSize(64, 2, 4, 2, 256, None, 16, 10000.0)
 CPU = torch.device("cpu")
+Ranks = Callable[[int], RankPool]
 
 
-def options(folder: Path, keep_latest_k: int = 0, load_step: int = -1) -> Checkpoint:
-    return Checkpoint(enable=True, folder=str(folder), keep_latest_k=keep_latest_k, load_step=load_step)
-
-
-def checkpointer(folder: Path, *, size: LlamaSize = SMALL, keep_latest_k: int = 0, **state: Any) -> Checkpointer:
+def checkpointer(
+    folder: Path, *, size: LlamaSize = SMALL, state: dict[str, Any] | None = None, **options: Any
+) -> Checkpointer:
+    """On all ranks of the pool, sharded. state: of TrainState. options: checkpoint__x for checkpoint.x and so on."""
     config = build(
         {
             "training.seq_len": 32,
             "training.mixed_precision_param": "float32",
             "activation_checkpoint.mode": "none",
-            "optimizer.name": "Muon" if state.pop("muon", True) else "AdamW",
+            "checkpoint.folder": str(folder),
+            "checkpoint.keep_latest_k": 0,
+            **{name.replace("__", "."): value for name, value in options.items()},
         }
     )
     model, _ = build_model(config, size, build_mesh(CPU, (1, dist.get_world_size(), 1)))
-    optimizer = build_optimizer(Optimizer(name=config.optimizer.name), model)
+    optimizer = build_optimizer(config.optimizer, model)
     known = {"seed": 0, "seq_len": 32, "data": "d", "tokenizer": "t", "global_batch_size": 8, "num_threads": 1}
-    train_state = TrainState(**{**known, "num_ranks": dist.get_world_size(), **state})
-    return Checkpointer(options(folder, keep_latest_k), model, optimizer, train_state, CPU)
+    train_state = TrainState(**{**known, "num_ranks": dist.get_world_size(), **(state or {})})
+    return Checkpointer(config, size, model, optimizer, train_state, CPU)
+
+
+def found(folder: Path, *, num_steps: int = 1000, **options: Any) -> Start | None:
+    return find_start(Checkpoint(folder=str(folder), **options), num_steps, checkpoint_group())
+
+
+def load(loader: Checkpointer, step: int) -> None:
+    loader.load(Start(examine(loader.folder / f"step-{step}"), own=True))
 
 
 def make_step(saver: Checkpointer) -> None:
-    generator = torch.Generator().manual_seed(saver.train_state.step)
+    generator = torch.Generator().manual_seed(saver.state.step)
     tokens = torch.randint(SMALL.vocab_size, (1, 32), generator=generator)
     saver.model(tokens).float().square().mean().backward()
     saver.optimizer.step()
     saver.optimizer.zero_grad()
-    saver.train_state.step += 1
-
-
-def save(saver: Checkpointer) -> None:
-    saver.write()
-    saver.publish()
+    saver.state.step += 1
 
 
 def refusal_of(action: Callable[[], object], error_type: type[Exception] = CheckpointError) -> str:
     with pytest.raises(error_type) as error:
         action()
     return str(error.value)
-
-
-def save_and_load(folder: Path, muon: bool) -> None:
-    saver = checkpointer(folder, muon=muon)
-    make_step(saver)
-    save(saver)
-    loader = checkpointer(folder, muon=muon)
-    before = held(loader)
-    found = find_checkpoint(loader_options := options(folder))
-    assert found == Path(loader_options.folder) / "step-1"
-    loader.load(found)
-    assert loader.train_state.step == 1
-    after, expected = held(loader), held(saver)
-    assert after.keys() == expected.keys() == before.keys()
-    assert any(not torch.equal(after[name], before[name]) for name in after)
-    for name, tensor in expected.items():
-        assert torch.equal(after[name], tensor), name
 
 
 def held(saver: Checkpointer) -> dict[str, torch.Tensor]:
@@ -100,43 +91,209 @@ def held(saver: Checkpointer) -> dict[str, torch.Tensor]:
     return {name: (t.to_local() if hasattr(t, "to_local") else t).clone() for name, t in found.items()}
 
 
-@pytest.mark.parametrize("muon", [True, False], ids=["muon", "adamw"])
-def test_b04_all_state_comes_back(muon: bool, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(save_and_load, tmp_path, muon)
-
-
-def keep_two(folder: Path) -> list[str]:
-    saver = checkpointer(folder, keep_latest_k=2)
-    for step in (1, 2, 10, 11):
-        saver.train_state.step = step
-        saver.write()
-        if dist.get_rank() == 0:  # who publishes
-            assert (folder / f"step-{step}.tmp").is_dir()
-            assert not (folder / f"step-{step}").exists()
-        saver.publish()
+def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_only_the_newest_are_kept_and_none_counts_before_it_is_published(
-    tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
-    assert ranks(2).run(keep_two, tmp_path)[0] == ["step-10", "step-11"]
+def save_and_load(folder: Path, optimizer: str, async_mode: str) -> None:
+    """The step after the save is made while it may still be under way: it must not get into the checkpoint."""
+    saver = checkpointer(folder, optimizer__name=optimizer, checkpoint__async_mode=async_mode)
+    make_step(saver)
+    expected = held(saver)
+    saver.save()
+    make_step(saver)
+    saver.finish()
+    loader = checkpointer(folder, optimizer__name=optimizer)
+    before = held(loader)
+    start = found(folder)
+    assert start is not None
+    assert (start.path, start.own) == (folder / "step-1", True)
+    loader.load(start)
+    assert loader.state.step == 1
+    after = held(loader)
+    assert after.keys() == expected.keys() == before.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in after)
+    for name, tensor in expected.items():
+        assert torch.equal(after[name], tensor), name
+    moved = held(saver)
+    assert any(not torch.equal(moved[name], expected[name]) for name in moved)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
+def test_b04_all_state_comes_back(optimizer: str, async_mode: str, tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save_and_load, tmp_path, optimizer, async_mode)
+
+
+def pattern_of(key: str) -> str:
+    """The entry of MEANING that a key in a checkpoint of SMALL falls under."""
+    parts = key.split(".")
+    if key.startswith("model."):
+        return "model.<parameter>"
+    if key.startswith("optimizer.state."):
+        return f"optimizer.state.<parameter>.{parts[-1]}"
+    if key.startswith("optimizer.param_groups."):
+        return "optimizer.param_groups.<index>.<option>"
+    return key
+
+
+def save_once(folder: Path) -> list[str]:
+    saver = checkpointer(folder)
+    saver.save(wait=True)
+    return [name for name, _ in saver.model.named_parameters()]
+
+
+def test_the_keys_of_a_checkpoint_are_those_that_are_explained(tmp_path: Path, ranks: Ranks) -> None:
+    """The same on one rank and on two, and none names a rank. Plain torch reads them, without a process group."""
+    keys = {}
+    for num_ranks in (1, 2):
+        parameters = ranks(num_ranks).run(save_once, tmp_path / f"on-{num_ranks}")[0]
+        metadata = dcp.FileSystemReader(tmp_path / f"on-{num_ranks}" / "step-0").read_metadata()
+        keys[num_ranks] = sorted(metadata.state_dict_metadata)
+    assert keys[1] == keys[2]
+    assert {pattern_of(key) for key in keys[1]} == MEANING.keys() - {"random_state.cuda"}
+    assert sorted(key.removeprefix("model.") for key in keys[1] if key.startswith("model.")) == sorted(parameters)
+    state = {"model.norm.weight": torch.zeros(64), "train_state.step": None}
+    dcp.load(state, checkpoint_id=tmp_path / "on-2" / "step-0", no_dist=True)
+    assert torch.equal(state["model.norm.weight"], torch.ones(64))
+    assert state["train_state.step"] == 0
+
+
+def keep_two(folder: Path, resumed_from: int | None) -> list[str]:
+    """After saves at 1, 2, 10, 11, each but the last followed by a sound step."""
+    if resumed_from is not None:
+        (saver := checkpointer(folder)).state.step = resumed_from
+        saver.save(wait=True)
+    saver = checkpointer(folder, checkpoint__keep_latest_k=2)
+    if resumed_from is not None:
+        load(saver, resumed_from)
+    if dist.get_rank() == 0:
+        for other in ("step-foo", "step-3.tmp", "step-4.mine", "notes"):
+            (folder / other).mkdir(parents=True)
+        (folder / "step-5.tmp").mkdir()
+        (folder / "step-5.tmp" / ".unfinished").touch()
+    dist.barrier()
+    for step in (1, 2, 10):
+        saver.state.step = step
+        saver.save()
+        assert f"step-{step}" in names(folder)
+        dist.barrier()
+        saver.proved()
+    saver.state.step = 11
+    saver.save()
+    dist.barrier()
+    kept = names(folder)
+    saver.proved()
+    dist.barrier()
+    return [*kept, "|", *names(folder)]
+
+
+def test_only_the_newest_are_kept_once_the_next_step_is_sound(tmp_path: Path, ranks: Ranks) -> None:
+    """What was saved last stays beside them until then; folders of others are left alone, cut-off saves are not."""
+    others = ["notes", "step-3.tmp", "step-4.mine", "step-foo"]
+    found = ranks(2).run(keep_two, tmp_path, None)[0]
+    kept, after = found[: found.index("|")], found[found.index("|") + 1 :]
+    assert sorted({*kept} - {*others}) == ["step-10", "step-11", "step-2"]
+    assert sorted({*after} - {*others}) == ["step-10", "step-11"]
+    assert {*others} <= {*after}
+
+
+def test_the_one_resumed_from_is_kept(tmp_path: Path, ranks: Ranks) -> None:
+    after = ranks(2).run(keep_two, tmp_path, 0)[0]
+    assert {"step-0", "step-10", "step-11"} == {name for name in after[after.index("|") :] if name[5:].isdigit()}
+
+
+def go_back(folder: Path) -> list[tuple[int, list[str]]]:
+    """From step 2 of 2, 4, 6: what is the newest, and what is kept of two, after steps 3 and 4 of the second branch."""
+    saver = checkpointer(folder)
+    for step in (2, 4, 6):
+        saver.state.step = step
+        saver.save(wait=True)
+    again = checkpointer(folder, checkpoint__keep_latest_k=2)
+    load(again, 2)
+    seen = []
+    for step in (3, 4):
+        again.state.step = step
+        again.save(wait=True)
+        dist.barrier()
+        start = found(folder)
+        assert start is not None
+        seen.append((start.saved.step, names(folder)))
+    return seen
+
+
+def test_a_run_that_went_back_continues_from_its_own_saves(tmp_path: Path, ranks: Ranks) -> None:
+    """The newest is the one saved last, not the one with the highest number; and it is not the one to be removed."""
+    (first, kept), (second, _) = ranks(2).run(go_back, tmp_path)[0]
+    assert first == 3
+    assert {"step-2", "step-3"} <= {*kept}
+    assert second == 4
 
 
 def save_twice(folder: Path) -> None:
     saver = checkpointer(folder)
-    saver.train_state.step = 4
-    save(saver)
+    saver.state.step = 4
+    saver.save(wait=True)
 
 
-def test_b05_files_of_an_earlier_run_never_mix_with_a_new_save(
-    tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_b05_files_of_an_earlier_run_never_mix_with_a_new_save(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(save_twice, tmp_path)
     assert len(list((tmp_path / "step-4").glob("*.distcp"))) == 2
     ranks(1).run(save_twice, tmp_path)
     assert len(list((tmp_path / "step-4").glob("*.distcp"))) == 1
-    assert (tmp_path / "step-4.replaced" / ".metadata").is_file()
+    assert (tmp_path / "step-4.replaced" / "manifest.json").is_file()
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif how == "short":
+        shard.write_bytes(content[:-1])
+    elif how == "missing":
+        shard.unlink()
+    elif how == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif how == "torn manifest":
+        (checkpoint / "manifest.json").write_bytes((checkpoint / "manifest.json").read_bytes()[:100])
+    elif how == "metadata flipped":
+        metadata = checkpoint / ".metadata"
+        content = bytearray(metadata.read_bytes())
+        content[len(content) // 2] ^= 1
+        metadata.write_bytes(content)
+
+
+DAMAGES = ("flipped", "metadata flipped", "short", "missing", "no manifest", "torn manifest")
+
+
+def look(folder: Path, load_step: int = -1) -> tuple[str, str]:
+    """The name of what is found, or the refusal, and what was said."""
+    with heard() as records:
+        try:
+            start = found(folder, load_step=load_step)
+        except CheckpointError as mistake:
+            return str(mistake), ""
+    return start.path.name if start is not None else "nothing", "\n".join(records)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_b05_what_is_damaged_is_named_and_passed_over(how: str, tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save_twice, tmp_path)
+    shutil.copytree(tmp_path / "step-4", tmp_path / "step-8")
+    manifest = json.loads((tmp_path / "step-8" / "manifest.json").read_text())
+    (tmp_path / "step-8" / "manifest.json").write_text(json.dumps({**manifest, "step": 8, "sequence": 2}))
+    assert ranks(2).run(look, tmp_path) == [("step-8", "")] * 2
+    damage(tmp_path / "step-8", how)
+    (name, said), (other, _) = ranks(2).run(look, tmp_path)
+    assert name == other == "step-4"
+    assert "step-8" in said
+    # Asked for by name it is refused instead.
+    for refusal, _ in ranks(2).run(look, tmp_path, 8):
+        assert "checkpoint.load_step = 8" in refusal
+        assert "step-4" in refusal or "is broken: " in refusal
+    assert (tmp_path / "step-8").is_dir()
 
 
 @contextlib.contextmanager
@@ -149,24 +306,66 @@ def files_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def save_with_a_full_disk_on_rank_1(folder: Path) -> str:
-    saver = checkpointer(folder)
-    save(saver)
-    saver.train_state.step = 5
+def save_with_a_full_disk_on_rank_1(folder: Path, async_mode: str) -> str:
+    saver = checkpointer(folder, checkpoint__async_mode=async_mode)
+    saver.save(wait=True)
+    saver.state.step = 5
     limit = files_at_most(64 << 10) if dist.get_rank() == 1 else contextlib.nullcontext()
     with limit:
-        message = refusal_of(saver.write)
-    found = find_checkpoint(options(folder))
-    assert found is not None
-    assert found.name == "step-0"
+        if async_mode == "disabled":
+            message = refusal_of(saver.save)
+        else:
+            saver.save()
+            message = refusal_of(saver.finish)
+            assert not saver.failed()
+    start = found(folder)
+    assert start is not None
+    assert start.path.name == "step-0"
+    assert names(folder) == ["step-0"]
     return message
 
 
-def test_b08_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    for message in ranks(2).run(save_with_a_full_disk_on_rank_1, tmp_path):
-        assert "step 5" in message
-        assert "rank 1" in message
-        assert str(tmp_path) in message
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_b08_a_rank_that_cannot_write_fails_the_save_on_all(async_mode: str, tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2).run(save_with_a_full_disk_on_rank_1, tmp_path, async_mode)
+    assert first == second
+    for part in ("step 5", "rank 1: File too large", str(tmp_path), "__1_0.distcp", "MiB are free"):
+        assert part in first
+
+
+def save_into_what_vanishes(folder: Path) -> list[str]:
+    """A file has the folder's name; then the folder vanishes before its files are verified."""
+    said = []
+    saver = checkpointer(folder)
+    saver.save(wait=True)
+    saver.state.step = 5
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+        folder.touch()
+    dist.barrier()
+    said.append(refusal_of(saver.save))
+    if dist.get_rank() == 0:
+        folder.unlink()
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as changes:
+        if dist.get_rank() == 0:  # what an operator's rm does in that moment
+
+            def lost(path: Path) -> manifests.StoredFile:
+                shutil.rmtree(folder)
+                return manifests.store(path)
+
+            changes.setattr("dmuon_titan.checkpoint.saving.store", lost)
+        said.append(refusal_of(saver.save))
+    dist.barrier()
+    saver.save(wait=True)  # and the next one makes the folder anew
+    assert names(folder) == ["step-5"]
+    return said
+
+
+def test_a_folder_that_vanishes_is_named_on_all_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2).run(save_into_what_vanishes, tmp_path / "checkpoint")
+    assert first == second
+    assert all(f"step 5 could not be saved in {tmp_path}/checkpoint" in said for said in first)
 
 
 def save_not_finite(folder: Path) -> str:
@@ -174,107 +373,178 @@ def save_not_finite(folder: Path) -> str:
     if dist.get_rank() == 1:
         state = next(iter(saver.optimizer.state.values()))
         next(iter(state.values())).view(-1)[0] = torch.inf
-    return refusal_of(saver.write, NonFiniteError)
+    return refusal_of(saver.save, NonFiniteError)
 
 
-def test_b21_what_is_not_finite_is_not_saved(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_b21_what_is_not_finite_is_not_saved(tmp_path: Path, ranks: Ranks) -> None:
     for message in ranks(2).run(save_not_finite, tmp_path):
         assert "step 0" in message
     assert not list(tmp_path.iterdir())
 
 
 WIDE = LlamaSize(128, 2, 4, 2, 256, None, 16, 10000.0)
+SHALLOW = LlamaSize(64, 1, 4, 2, 256, None, 16, 10000.0)
+DEEP = LlamaSize(64, 3, 4, 2, 256, None, 16, 10000.0)
 
 
 def load_another(folder: Path, change: dict[str, Any]) -> str:
     if not folder.exists():
-        save(checkpointer(folder))
+        checkpointer(folder).save(wait=True)
     dist.barrier()
-    return refusal_of(lambda: checkpointer(folder, **change).load(folder / "step-0"))
+    return refusal_of(lambda: load(checkpointer(folder, **change), 0))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"size": WIDE}, ("tok_embeddings.weight", "[256, 128]", "[256, 64]")),
-        ({"seed": 1}, ("debug.seed", "0", "1")),
-        ({"tokenizer": "u"}, ("tokenizer", " t,", " u")),
-        ({"data": "e"}, ("training data", " d,", " e")),
-        ({"muon": False}, ("optimizer.name = Muon", "this run has AdamW")),
+        ({"size": SHALLOW}, ("it has layers.1.", "the configured model has no such parameter")),
+        ({"size": DEEP}, ("layers.2.", "no such parameter in the checkpoint")),
+        ({"state": {"seed": 1}}, ("debug.seed", "0", "1", 'exclude_from_loading = ["dataloader"]')),
+        ({"state": {"tokenizer": "u"}}, ("tokenizer", " t,", " u")),
+        ({"state": {"data": "e"}}, ("training data", " d,", " e")),
+        ({"optimizer__name": "AdamW"}, ("optimizer.name = Muon", "this run has AdamW")),
+        (
+            {"state": {"global_batch_size": 16}, "training__local_batch_size": 3},
+            (
+                "global_batch_size = 8 with training.local_batch_size = 2 to keep it",
+                "or training.global_batch_size = 16",
+            ),
+        ),
     ],
-    ids=["model", "seed", "tokenizer", "data", "optimizer"],
+    ids=["wide", "shallow", "deep", "seed", "tokenizer", "data", "optimizer", "batch"],
 )
 def test_what_belongs_to_another_run_is_refused_with_both_sides(
-    change: dict[str, Any], said: tuple[str, ...], tmp_path: Path, ranks: Callable[[int], RankPool]
+    change: dict[str, Any], said: tuple[str, ...], tmp_path: Path, ranks: Ranks
 ) -> None:
     for message in ranks(2).run(load_another, tmp_path / "saved", change):
         assert all(part in message for part in said), message
 
 
 def load_adamw_with_muon(folder: Path) -> str:
-    save(checkpointer(folder, muon=False))
-    return refusal_of(lambda: checkpointer(folder).load(folder / "step-0"))
+    checkpointer(folder, optimizer__name="AdamW").save(wait=True)
+    return refusal_of(lambda: load(checkpointer(folder), 0))
 
 
-def test_a_checkpoint_of_adamw_is_refused_for_muon(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_a_checkpoint_of_adamw_is_refused_for_muon(tmp_path: Path, ranks: Ranks) -> None:
     first, second = ranks(2).run(load_adamw_with_muon, tmp_path)
     assert "made with optimizer.name = AdamW, this run has Muon" in first
     assert first == second
 
 
-def warnings_of(folder: Path, change: dict[str, Any]) -> list[str]:
-    """What this rank says about a checkpoint of 1 rank and a global batch of 8."""
-    loader = checkpointer(folder, **change)
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What this rank says meanwhile: warnings, and on a pool's ranks nothing else."""
     records: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        loader.load(folder / "step-4")
+        yield records
     finally:
         logger.removeHandler(handler)
-    assert loader.train_state.step == 4
+
+
+def warnings_of(folder: Path, change: dict[str, Any]) -> list[str]:
+    """What this rank says about a checkpoint of 1 rank and a global batch of 8."""
+    loader = checkpointer(folder, **change)
+    with heard() as records:
+        load(loader, 4)
+    assert loader.state.step == 4
     return records
 
 
-def test_other_ranks_and_another_global_batch_are_said_once(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_what_breaks_exactness_is_said_once(tmp_path: Path, ranks: Ranks) -> None:
     ranks(1).run(save_twice, tmp_path)
     assert ranks(1).run(warnings_of, tmp_path, {}) == [[]]
-    first, second = ranks(2).run(warnings_of, tmp_path, {"global_batch_size": 16})
-    assert second == []
-    batch, num_ranks = first
-    assert "saved with a global batch of 8 sequences, this run has 16" in batch
-    assert "saved with 1 ranks, this run has 2" in num_ranks
-    ((degree,),) = ranks(1).run(warnings_of, tmp_path, {"tp_degree": 2})
-    assert "saved with 1 tensor-parallel ranks, this run has 2" in degree
+    assert ranks(1).run(warnings_of, tmp_path, {"metrics__log_freq": 3, "checkpoint__interval": 7}) == [[]]
+    batch = {"state": {"global_batch_size": 16}, "training__global_batch_size": 16}
+    (said,), none = ranks(2).run(warnings_of, tmp_path, batch)
+    assert none == []
+    assert "but not bit for bit: " in said
+    assert "sequences in a step = 16, was 8" in said
+    assert "ranks, whose random state begins anew = 2, was 1" in said
+    for change, expected in (
+        ({"state": {"tp_degree": 2}}, "tensor-parallel ranks = 2, was 1"),
+        ({"state": {"num_threads": 2}}, "threads a rank = 2, was 1"),
+        ({"optimizer__lr": 1.0}, "optimizer.lr = 1.0, was 0.0008"),
+        ({"lr_scheduler__warmup_steps": 9}, "lr_scheduler.warmup_steps = 9, was 200"),
+    ):
+        ((said,),) = ranks(1).run(warnings_of, tmp_path, change)
+        assert said.endswith(expected)
 
 
-def save_like_an_early_version(folder: Path, left_out: str) -> None:
-    """Saves without one name of the train state."""
-    saver = checkpointer(folder)
-    state = dmuon.get_state_dict(saver.model, saver.optimizer)
-    state["train_state"] = asdict(saver.train_state) | {"step": 4}
-    del state["train_state"][left_out]
-    state["random_state_rank_0"] = random_state(CPU)
-    dcp.save(state, checkpoint_id=folder / "step-4")
+def leave_out(folder: Path, excluded: tuple[str, ...]) -> dict[str, bool]:
+    """Which parts came back, and which did in a restart of the run that left some out."""
+    saver = checkpointer(folder, state={"consumed_samples": 40, "tokens_seen": 1280})
+    for _ in range(5):
+        make_step(saver)
+    saver.save(wait=True)
+    expected = held(saver)
+
+    def came_back(loader: Checkpointer) -> dict[str, bool]:
+        after = held(loader)
+        state = [name for name in after if not name.startswith("model.")]
+        return {
+            "model": all(torch.equal(after[name], expected[name]) for name in after if name.startswith("model.")),
+            "optimizer": all(torch.equal(after[name], expected[name]) for name in state),
+            "train_state": (loader.state.step, loader.state.tokens_seen) == (5, 1280),
+            "dataloader": loader.state.consumed_samples == 40,
+            "lr_scheduler": loader.state.schedule_start == 0,
+        }
+
+    loader = checkpointer(folder, checkpoint__exclude_from_loading=excluded)
+    load(loader, 5)
+    first = came_back(loader)
+    if "train_state" not in excluded:
+        expected, start = held(loader), loader.state.schedule_start
+        loader.state.step = 6
+        loader.save(wait=True)
+        again = checkpointer(folder, checkpoint__exclude_from_loading=excluded)
+        load(again, 6)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in held(again).items())
+        assert again.state.schedule_start == start
+    return first
 
 
-@pytest.mark.parametrize("left_out", ["global_batch_size", "tp_degree"])
-def test_a_checkpoint_that_does_not_say_what_came_later_is_loaded(
-    left_out: str, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
-    ranks(1).run(save_like_an_early_version, tmp_path, left_out)
-    assert ranks(1).run(warnings_of, tmp_path, {}) == [[]]
+@pytest.mark.parametrize("part", ["model", "optimizer", "lr_scheduler", "dataloader", "train_state"])
+def test_parts_are_left_out_once(part: str, tmp_path: Path, ranks: Ranks) -> None:
+    """A checkpoint of the run that left a part out is loaded whole: its restarts are restarts."""
+    for came_back in ranks(2).run(leave_out, tmp_path, (part,)):
+        # A schedule counts from the step where the run begins without it.
+        assert came_back == {name: name != part for name in came_back}
 
 
-def load_step_4(folder: Path) -> str:
-    return refusal_of(lambda: checkpointer(folder).load(folder / "step-4"))
+def weights_only(folder: Path, dtype: str) -> tuple[str, str, list[str]]:
+    saver = checkpointer(folder, checkpoint__last_save_model_only=True, checkpoint__export_dtype=dtype)
+    make_step(saver)
+    saver.save()
+    make_step(saver)
+    expected = held(saver)
+    saver.save(last=True)
+    start, finished = found(folder), found(folder, num_steps=2)
+    assert start is not None
+    assert finished is not None
+    assert (start.saved.step, finished.saved.step, finished.saved.full) == (1, 2, False)
+    initial = {"checkpoint__initial_load_path": str(folder / "step-2")}
+    loader = checkpointer(folder / "new", **initial)
+    loader.load(Start(finished.saved, own=False))
+    assert (loader.state.step, loader.state.consumed_samples) == (0, 0)
+    for name, tensor in held(loader).items():
+        if name.startswith("model."):
+            assert torch.equal(tensor, expected[name].to(getattr(torch, dtype)).float()), name
+    whole = checkpointer(folder / "new", checkpoint__initial_load_model_only=False, **initial)
+    refused = refusal_of(lambda: whole.load(Start(finished.saved, own=False)))
+    metadata = dcp.FileSystemReader(folder / "step-2").read_metadata()
+    return refused, refusal_of(lambda: found(folder, load_step=2)), sorted(metadata.state_dict_metadata)
 
 
-def test_a_checkpoint_that_says_too_little_is_refused(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    ranks(1).run(save_like_an_early_version, tmp_path, "seed")
-    (message,) = ranks(1).run(load_step_4, tmp_path)
-    assert message.endswith("it has no seed")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_alone_are_never_taken_for_a_full_checkpoint(dtype: str, tmp_path: Path, ranks: Ranks) -> None:
+    for refused, asked, keys in ranks(2).run(weights_only, tmp_path, dtype):
+        assert "holds weights only: set checkpoint.initial_load_model_only = true" in refused
+        assert asked.endswith("step-2 holds weights only")
+        assert all(key.startswith("model.") for key in keys)
 
 
 def test_what_failed_alike_on_several_ranks_is_said_once() -> None:
@@ -284,14 +554,27 @@ def test_what_failed_alike_on_several_ranks_is_said_once() -> None:
     assert failed_ranks(error) == "ranks 0, 2: OSError: disk full; rank 1: ValueError: gone"
 
 
-def test_a_step_asked_for_is_found_or_the_others_are_named(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_a_step_asked_for_is_found_or_the_others_are_named(tmp_path: Path, ranks: Ranks) -> None:
     ranks(1).run(save_twice, tmp_path)
-    shutil.copytree(tmp_path / "step-4", tmp_path / "step-7")
-    assert ranks(2).run(find_checkpoint, options(tmp_path, load_step=4)) == [tmp_path / "step-4"] * 2
-    for message in ranks(2).run(look_for_step_5, tmp_path):
-        assert "checkpoint.load_step = 5" in message
-        assert "step-7, step-4" in message
+    assert ranks(2).run(look, tmp_path, 4) == [("step-4", "")] * 2
+    for refusal, _ in ranks(2).run(look, tmp_path, 5):
+        assert refusal == f"checkpoint.load_step = 5: {tmp_path} has step-4"
+    for refusal, _ in ranks(2).run(look, tmp_path / "none", 5):
+        assert refusal == f"checkpoint.load_step = 5: {tmp_path / 'none'} has no complete checkpoint"
 
 
-def look_for_step_5(folder: Path) -> str:
-    return refusal_of(lambda: find_checkpoint(options(folder, load_step=5)))
+def initial(folder: Path, path: Path) -> str:
+    return refusal_of(lambda: found(folder, initial_load_path=str(path)))
+
+
+def test_what_to_start_from_is_a_complete_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1).run(save_twice, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    for path, said in (
+        (tmp_path / "run", "name one of the checkpoints in it: step-4"),
+        (tmp_path / "empty", "has no manifest.json"),
+        (tmp_path / "none", "no such folder"),
+    ):
+        for refusal in ranks(2).run(initial, tmp_path / "new", path):
+            assert refusal.startswith(f"checkpoint.initial_load_path = {path}: ")
+            assert refusal.endswith(said)

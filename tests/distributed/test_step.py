@@ -131,16 +131,16 @@ def small_trainer(values: dict[str, Any]) -> Trainer:
 
 
 def advice_for_a_loss_that_is_not_finite(folder: Path, enable: bool) -> list[str]:
-    """Before and after a checkpoint was made."""
+    """Without a checkpoint, with one that proved sound, with a newer one that didn't, and with two sound ones."""
     trainer = small_trainer({"checkpoint.enable": enable, "checkpoint.folder": str(folder)})
     said = []
-    for step in (1, 2):
+    for saved_step in (None, 0, 3, 4):
+        if trainer.checkpointer is not None and saved_step is not None:
+            trainer.state.step = saved_step
+            trainer.checkpointer.save(wait=saved_step != 3)  # the step after it is sound
         with pytest.raises(NonFiniteError) as error:
-            trainer.check(step, Gradients(math.nan, 1.0, 5, False))
+            trainer.check(5, Gradients(math.nan, 1.0, 5, False))
         said.append(str(error.value))
-        if trainer.checkpointer is not None and step == 1:
-            trainer.checkpointer.write()
-            trainer.checkpointer.publish()
     return said
 
 
@@ -149,6 +149,9 @@ def test_advice_after_a_broken_step_is_true(tmp_path: Path, ranks: Callable[[int
     assert first == second
     assert "starts from the beginning, for there is no checkpoint yet" in first[0]
     assert f"continues from step 0, the checkpoint in {tmp_path}/step-0" in first[1]
+    assert f"continues from step 0, the checkpoint in {tmp_path}/step-0" in first[2]
+    assert "continue from an older one by --checkpoint.load_step 0" in first[3]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-0", "step-3.not-finite", "step-4"]
     for said in ranks(2).run(advice_for_a_loss_that_is_not_finite, tmp_path, False):
         assert all("starts from the beginning, for checkpoint.enable = false" in line for line in said)
 

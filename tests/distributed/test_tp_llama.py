@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dmuon
 from dmuon.torch_internals import group_timeout, set_group_timeout
 from dmuon_titan import loss as loss_module
-from dmuon_titan.checkpoint import Checkpointer, TrainState
-from dmuon_titan.config.schema import Checkpoint, JobConfig, Optimizer, Parallelism, build
+from dmuon_titan.checkpoint import Checkpointer, Start, TrainState
+from dmuon_titan.checkpoint.folder import examine
+from dmuon_titan.config.schema import JobConfig, Optimizer, Parallelism, build
 from dmuon_titan.loss import IGNORE_INDEX, build_loss, cross_entropy_sum, loss_context
 from dmuon_titan.mesh import ParallelMesh, build_mesh
 from dmuon_titan.optimizer import build_optimizer
@@ -223,11 +224,11 @@ def test_the_same_bits_on_every_data_parallel_mesh_beside_tp(ranks: Ranks) -> No
 
 
 def saver_on(degrees: Degrees, folder: Path, size: LlamaSize) -> tuple[Checkpointer, ParallelMesh, JobConfig]:
-    config = config_of(degrees)
+    config = config_of(degrees, **{"checkpoint.folder": str(folder)})
     model, mesh = built(config, size, degrees)
     optimizer = build_optimizer(Optimizer(name="AdamW", lr=1e-2), model)
     state = TrainState(0, SEQ_LEN, "d", "t", NUM_SEQUENCES, dist.get_world_size(), 1)
-    return Checkpointer(Checkpoint(folder=str(folder)), model, optimizer, state, CPU), mesh, config
+    return Checkpointer(config, size, model, optimizer, state, CPU), mesh, config
 
 
 def logical_state(saver: Checkpointer) -> dict[str, Tensor]:
@@ -244,15 +245,14 @@ def save_on(degrees: Degrees, folder: Path, size: LlamaSize) -> dict[str, Tensor
         saver.optimizer.zero_grad()
         backward(saver.model, mesh, config, step)
         saver.optimizer.step()
-    saver.write()
-    saver.publish()
+    saver.save(wait=True)
     return logical_state(saver)
 
 
 def load_on(degrees: Degrees, folder: Path, size: LlamaSize) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     saver, _, _ = saver_on(degrees, folder, size)
     before = logical_state(saver)
-    saver.load(folder / "step-0")
+    saver.load(Start(examine(folder / "step-0"), own=True))
     return before, logical_state(saver)
 
 

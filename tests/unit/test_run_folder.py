@@ -13,7 +13,7 @@ import pytest
 from dmuon_titan import run_folder
 from dmuon_titan.config import JobConfig, load_config
 from dmuon_titan.errors import ConfigError
-from dmuon_titan.run_folder import lock_run, make_folders, put_records_aside
+from dmuon_titan.run_folder import lock_folders, make_folders, put_records_aside
 
 
 def load(dump_folder: Path, *flags: str) -> JobConfig:
@@ -40,9 +40,9 @@ def test_folders_that_cannot_be_written_are_all_named(tmp_path: Path) -> None:
 # The holder has a child of its own, forked like a data loader's worker, which outlives it.
 HOLD = """
 import os, sys, time
-from pathlib import Path
-from dmuon_titan.run_folder import lock_run
-lock = lock_run(Path(sys.argv[1]))
+from dmuon_titan.config.schema import build
+from dmuon_titan.run_folder import lock_folders
+locks = lock_folders(build({'job.dump_folder': sys.argv[1]}))
 child = os.fork()
 if child:
     print(child, flush=True)
@@ -52,19 +52,40 @@ time.sleep(60)
 
 def test_another_job_is_refused_until_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.2)
+    config = load(tmp_path, "--checkpoint.enable=false")
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
         with pytest.raises(ConfigError, match=f'"{tmp_path}": another job is running there'):
-            lock_run(tmp_path)
+            lock_folders(config)
         holder.kill()
         holder.wait()
-        lock_run(tmp_path).close()
+        for lock in lock_folders(config):
+            lock.close()
     finally:
         holder.kill()
         os.kill(child, signal.SIGKILL)
         holder.stdout.close()
+
+
+def test_checkpoints_of_two_runs_in_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of checkpoints has a lock of its own: another run may have named it."""
+    monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.2)
+    (tmp_path / "other").mkdir()
+    folder = tmp_path / "checkpoint"
+    code = HOLD.replace(
+        "'job.dump_folder'", f"'checkpoint.enable': True, 'checkpoint.folder': {str(folder)!r}, 'job.dump_folder'"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            with pytest.raises(ConfigError, match=f'checkpoint.folder = "{folder}": another job is running there'):
+                lock_folders(load(tmp_path / "other", "--checkpoint.enable=true", f"--checkpoint.folder={folder}"))
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
 
 
 def record(config: JobConfig, metrics: str = '{"step": 1}\n') -> None:
