@@ -47,7 +47,8 @@ def read_checkpoint(folder: Path, size: LlamaSize) -> dict[str, Tensor]:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    # Copies, for files may be overwritten while their tensors are in use.
+    return {name: tensor.clone() for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
