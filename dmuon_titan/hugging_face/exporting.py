@@ -10,7 +10,7 @@ from torch import Tensor
 from dmuon_titan.errors import CheckpointError
 from dmuon_titan.hugging_face.comparison import check_tensors
 from dmuon_titan.hugging_face.files import CONFIG, INDEX, index_of, plan_files, write_json, write_safetensors
-from dmuon_titan.hugging_face.stored import read_weight, stored_shapes
+from dmuon_titan.hugging_face.stored import StoredWeights
 from models.llama.hf import hf_config, hf_names, rows_to_hf
 from models.llama.sizes import LlamaSize
 
@@ -46,15 +46,16 @@ def export(
         CheckpointError: the checkpoint can't be read or holds another model, or a weight is too large for `dtype`.
         OSError: `output` can't be written.
     """
-    shapes, stored = size.parameter_shapes(), stored_shapes(checkpoint)
+    shapes, stored = size.parameter_shapes(), StoredWeights(checkpoint)
+    found = dict(stored.shapes)
     if size.tie_embeddings:
-        stored.pop("output.weight", None)
-    check_tensors(str(checkpoint), stored, shapes)
+        found.pop("output.weight", None)
+    check_tensors(str(checkpoint), found, shapes)
     ours = {theirs: name for name, theirs in hf_names(size).items()}
 
     def tensor_of(theirs: str) -> Tensor:
         name = ours[theirs]
-        values = rows_to_hf(name, read_weight(checkpoint, name, shapes[name]), size).to(dtype)
+        values = rows_to_hf(name, stored.read(name), size).to(dtype)
         if dtype == torch.float16 and not values.isfinite().all():  # what is saved is finite
             raise CheckpointError(f"{checkpoint}: {name} has values that {dtype} can't hold; bfloat16 has more range")
         return values

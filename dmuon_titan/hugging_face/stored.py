@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dmuon.materialize import RowInit
 from dmuon.state_dict import MODEL
@@ -24,33 +25,49 @@ from dmuon_titan.errors import CheckpointError
 _PREFIX = f"{MODEL}."
 
 
-def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each weight.
+class StoredWeights:
+    """The weights that a folder holds."""
 
-    Raises:
-        CheckpointError: the folder has no metadata that can be read.
-    """
-    try:
-        entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    except Exception as error:  # unpickling what a crash left behind can raise anything
-        raise CheckpointError(f"{checkpoint} has no readable .metadata: {error}") from None
-    return {
-        key.removeprefix(_PREFIX): tuple(entry.size)
-        for key, entry in entries.items()
-        if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
+    def __init__(self, checkpoint: Path) -> None:
+        """Reads what the folder says of itself.
+
+        Raises:
+            CheckpointError: it has no metadata that can be read.
+        """
+        self.checkpoint = checkpoint
+        self._reader = _Reader(checkpoint)
+        try:
+            entries = self._reader.read_metadata().state_dict_metadata
+        except Exception as error:  # unpickling what a crash left behind can raise anything
+            raise CheckpointError(f"{checkpoint} has no readable .metadata: {error}") from None
+        self.shapes: dict[str, tuple[int, ...]] = {
+            key.removeprefix(_PREFIX): tuple(entry.size)
+            for key, entry in entries.items()
+            if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A whole weight, float32, on the CPU.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        key = f"{_PREFIX}{name}"
+        state = {key: torch.empty(self.shapes[name], dtype=torch.float32, device="cpu")}
+        with _one_process(f"{self.checkpoint} can't be read"):
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
+        return state[key]
 
 
-def read_weight(checkpoint: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A whole weight, float32, on the CPU.
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once: those of a large run list a million pieces, and are asked for at every tensor."""
 
-    Raises:
-        CheckpointError: it can't be read.
-    """
-    state = {f"{_PREFIX}{name}": torch.empty(shape, dtype=torch.float32, device="cpu")}
-    with _one_process(f"{checkpoint} can't be read"):
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-    return state[f"{_PREFIX}{name}"]
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
 
 def write_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], init: RowInit) -> None:

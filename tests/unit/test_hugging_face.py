@@ -14,8 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dmuon_titan.errors import CheckpointError
-from dmuon_titan.hugging_face import HuggingFaceWeights, export, read_size, stored, weights
+from dmuon_titan.hugging_face import HuggingFaceWeights, export, read_size, weights
 from dmuon_titan.hugging_face.files import INDEX, SINGLE, PlannedFile, plan_files
+from dmuon_titan.hugging_face.stored import StoredWeights
 from models.llama.hf import hf_config, to_hf
 from models.llama.sizes import LlamaSize
 from tests.unit.hugging_face import (
@@ -148,13 +149,15 @@ def test_export_holds_one_tensor(checkpoint: Path, tmp_path: Path, monkeypatch: 
     """Wrong if a file, or the whole model, is gathered before it is written."""
     alive: list[weakref.ref[Tensor]] = []
 
-    def read_weight(*args: Any) -> Tensor:
+    read = StoredWeights.read
+
+    def counted(self: StoredWeights, name: str) -> Tensor:
         assert not any(tensor() is not None for tensor in alive)
-        tensor = stored.read_weight(*args)
+        tensor = read(self, name)
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr("dmuon_titan.hugging_face.exporting.read_weight", read_weight)
+    monkeypatch.setattr(StoredWeights, "read", counted)
     export(checkpoint, tmp_path, SIZE)
     assert len(alive) == len(SIZE.parameter_shapes())
 
