@@ -121,7 +121,7 @@ def test_b08_a_rank_whose_files_may_not_be_large(async_mode: str, tmp_path: Path
 
 
 def in_a_save(job: Job, folder: Path) -> Path:
-    """Stops rank 1 in the middle of a save. Returns the folder that is being written."""
+    """Stops rank 1 in a save of which rank 0 has written its part. Returns the folder that is being written."""
     deadline_s = time.monotonic() + 60
     worker = job.worker(1)
     while time.monotonic() < deadline_s:
@@ -129,7 +129,7 @@ def in_a_save(job: Job, folder: Path) -> Path:
         if writing is not None:
             os.kill(worker, signal.SIGSTOP)
             time.sleep(0.5)  # the other rank goes as far as it can
-            if writing.exists():
+            if (writing / "__0_0.distcp").exists():
                 return writing
             os.kill(worker, signal.SIGCONT)
         time.sleep(0.002)

@@ -88,7 +88,31 @@ def test_b06_there_and_back_and_on(exported: Path, trained: Run, runs: Runs) -> 
     assert len(contents[0]) > 4
     assert contents[0] == contents[1]
     start = "--checkpoint.initial_load_path"
-    weights = runs.run("from weights", (1, 1), start, str(trained.checkpoint(NUM_STEPS)))
+    run = runs.run("from weights", (1, 1), start, str(imported))
     folder = runs.run("from folder", (1, 1), start, str(exported), "--checkpoint.initial_load_in_hf", "true")
-    assert folder.steps == weights.steps != trained.steps
+    assert folder.steps == run.steps != trained.steps
     assert folder.steps[1][0] < trained.steps[1][0]
+
+
+def test_the_last_weights_are_saved_as_such_a_folder(trained: Run, runs: Runs) -> None:
+    """It is what the tool would have made, and says so; the run's earlier checkpoint stays for going on."""
+    dtype = "bfloat16"
+    flags = ("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", dtype)
+    run = runs.run("last", (1, 2), *flags, "--checkpoint.interval", "1")
+    assert run.published() == ["step-1", "step-2"]
+    folder, expected = run.checkpoint(NUM_STEPS), run.folder / "expected"
+    assert main(["to-hf", str(trained.checkpoint(NUM_STEPS)), str(expected), "--dtype", dtype]) == 0
+    names = {path.name for path in folder.iterdir()}
+    assert (
+        names
+        == {"manifest.json", "config.json", "model.safetensors"}
+        == {*names, *(p.name for p in expected.iterdir())}
+    )
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (expected / name).read_bytes()
+    finished = runs.again("last", (1, 2), *flags)
+    assert "holds weights only: the run goes on from an older checkpoint" in finished.ended.stdout
+    further = runs.again("last", (1, 2), "--training.steps", "3")
+    assert "continuing after step 1" in further.ended.stdout
+    start = ("--checkpoint.initial_load_path", str(folder))
+    assert "initial_load_in_hf = true" in runs.run("refused", (1, 1), *start, status=4).ended.stderr
