@@ -465,7 +465,7 @@ def test_what_breaks_exactness_is_said_once(tmp_path: Path, ranks: Ranks) -> Non
     assert "sequences in a step = 16, was 8" in said
     assert "ranks, whose random state begins anew = 2, was 1" in said
     for change, expected in (
-        ({"state": {"tp_degree": 2}}, "tensor-parallel ranks = 2, was 1"),
+        ({"parallelism__tensor_parallel_degree": 2}, "parallelism.tensor_parallel_degree = 2, was 1"),
         ({"state": {"num_threads": 2}}, "threads a rank = 2, was 1"),
         ({"optimizer__lr": 1.0}, "optimizer.lr = 1.0, was 0.0008"),
         ({"lr_scheduler__warmup_steps": 9}, "lr_scheduler.warmup_steps = 9, was 200"),
