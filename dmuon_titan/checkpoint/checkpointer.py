@@ -152,12 +152,9 @@ class Checkpointer:
 
     def proved(self) -> None:
         """The step after the one saved last is finite: older checkpoints may go."""
-        under_way = self._under_way
-        if under_way is not None:
-            under_way.proved = True
-            if under_way.over and under_way.report is not None and not under_way.retained:
-                under_way.retained = True
-                self.retain()
+        if self._under_way is not None:
+            self._under_way.proved = True
+            self._make_room(self._under_way)
 
     def broke(self) -> None:
         """A loss or gradient is not finite: if that is the first step after a save, the save doesn't count."""
@@ -173,8 +170,11 @@ class Checkpointer:
                 f"step {under_way.step} can't be taken out of {self.folder}",
             )
 
-    def retain(self) -> None:
-        """Removes what `keep_latest_k` lets go."""
+    def _make_room(self, under_way: _UnderWay) -> None:
+        """Removes what `keep_latest_k` lets go once a save is complete and proved sound."""
+        if not under_way.proved or under_way.report is None or not under_way.over or under_way.retained:
+            return
+        under_way.retained = True
         if dist.get_rank() == 0:
             try:
                 folders.retain(self.folder, self.options.keep_latest_k, self._protected)
@@ -312,6 +312,7 @@ class Checkpointer:
         if mistakes:
             self._under_way = None
             raise CheckpointError(mistakes[0])
+        self._make_room(under_way)
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:
