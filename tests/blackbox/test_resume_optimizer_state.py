@@ -6,11 +6,15 @@ tests/distributed/test_optimizer.py.
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
+from dmuon_titan.config.schema import LRScheduler
+from dmuon_titan.lr_scheduler import build_schedule
 from models.llama.sizes import FLAVORS
 from tests.blackbox.runs import Run, Runs, edit
 from tests.blackbox.test_train_resume import tensors_of
@@ -124,3 +128,32 @@ def test_b04_without_one_slot_the_run_is_another(name: str, slot: str, runs: Run
     assert lost.steps[6] == expected.steps[6], "forward and backward of the next step need no state"
     for step in (7, 8, 9, 10):
         assert lost.steps[step] != expected.steps[step]
+
+
+def rates(run: Run) -> dict[int, float]:
+    records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["lr"] for record in records}
+
+
+def test_a_schedule_that_is_begun_anew_is_so_once(runs: Runs) -> None:
+    """It counts from the step where the run begins without it and spans what is left; restarts go on with it."""
+    optimizer, mesh, _ = INPUTS["muon-one-rank"]
+    runs.copied(unbroken(runs, "muon-one-rank"), "anew", 5)
+    flags = (
+        "--optimizer.name",
+        optimizer,
+        "--checkpoint.interval=1",
+        '--checkpoint.exclude_from_loading=["lr_scheduler"]',
+    )
+    first = runs.run("anew", mesh, *flags)
+    assert "not loaded from step-5: lr_scheduler" in first.ended.stdout
+    schedule = build_schedule(LRScheduler(warmup_steps=2), 5)
+    expected = {step: 3e-3 * schedule(step - 5) for step in range(6, 11)}
+    assert rates(first) == expected
+    assert expected[6] < expected[7] > expected[10]
+    for step in (9, 10):
+        shutil.rmtree(first.checkpoint(step))
+    again = runs.again("anew", mesh, *flags)
+    assert "continuing after step 8" in again.ended.stdout
+    assert rates(again) == expected
+    assert again.steps == first.steps
