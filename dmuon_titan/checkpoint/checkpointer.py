@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +33,7 @@ from dmuon_titan.checkpoint.continuation import (
     check_tokenizer,
     describe_changes,
 )
+from dmuon_titan.checkpoint.copies import StateCopies
 from dmuon_titan.checkpoint.finding import Start
 from dmuon_titan.checkpoint.keys import DATA, MODEL, OPTIMIZER, PARAM_GROUPS, RANDOM, SCHEDULE, TRAIN_STATE
 from dmuon_titan.checkpoint.manifest import DCP, FULL, HUGGING_FACE, WEIGHTS_ONLY, Manifest
@@ -97,7 +97,7 @@ class Checkpointer:
         self._under_way: _UnderWay | None = None
         self._protected: list[Path] = []
         self._saved_s = time.monotonic()
-        self._pinned: DefaultStager | None = None
+        self._copies = StateCopies(kept=self.options.async_mode == "async_with_pinned_mem")
 
     def due(self) -> bool:
         """Whether `interval_minutes` have passed since the last save, or the start, by this rank's clock."""
@@ -131,7 +131,7 @@ class Checkpointer:
             self._save(under_way, state, draft, begin_s)
             self._end(under_way)
         else:
-            copy = self._copied(state)
+            copy = self._copies.copy(state)
             logger.info(f"saving step {under_way.step}: training waited {time.monotonic() - begin_s:.2f} s")
             under_way.thread = threading.Thread(
                 target=self._save, args=(under_way, copy, draft, begin_s), name="checkpoint", daemon=True
@@ -258,17 +258,6 @@ class Checkpointer:
             run={**self.state.run(), "tokenizer": self.state.tokenizer},
             versions=versions(),
         )
-
-    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy on the CPU. The pinned one is kept, and filled again at every save: pinning memory is slow."""
-        pinned = self.options.async_mode == "async_with_pinned_mem" and self.device.type == "cuda"
-        stager = self._pinned if pinned else None
-        if stager is None:
-            stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-            self._pinned = stager if pinned else None
-        copy = stager.stage(state)
-        assert isinstance(copy, dict)
-        return copy
 
     def _save(self, under_way: _UnderWay, state: dict[str, Any], draft: Manifest, begin_s: float) -> None:
         try:
