@@ -1,0 +1,67 @@
+"""Which tiles are fastest for which product: measured tables, one for each device capability.
+
+`benchmarks/newton_schulz_tune.py` makes them. A product of a size that was not measured takes the tiles of the nearest
+one that was; which is nearest depends on sizes alone, so that a plan is the same on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Tiles(NamedTuple):
+    """How a symmetric product is cut and scheduled.
+
+    Attributes:
+        block_m, block_n, block_k: sizes of a tile of the result, and of a slice of the contracted side; powers of two.
+        num_warps, num_stages: of one program; slices in flight.
+        persistent: one program a multiprocessor takes tile after tile, so that one tile's epilogue overlaps the next
+            one's loads. Otherwise each tile has a program of its own.
+        group: columns of blocks that are visited together, for the cache.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    persistent: bool = False
+    group: int = 8
+
+
+class Product(NamedTuple):
+    """One kind of symmetric product: B results of n x n, each a sum over k.
+
+    Attributes:
+        kind: "wide" X X^T of [n, k], "tall" X^T X of [k, n], or "square" alpha A B + beta A + gamma I, where k = n.
+    """
+
+    kind: str
+    size: int
+    depth: int
+    num_matrices: int
+
+
+DEFAULT = Tiles()
+
+
+def choose_tiles(capability: tuple[int, int], product: Product) -> Tiles:
+    """The tiles measured for the nearest product of its kind; `DEFAULT` where there is none."""
+    rows = [row for row in MEASURED.get(capability, {}).items() if row[0].kind == product.kind]
+    if not rows:
+        return DEFAULT
+    return min(rows, key=lambda row: (_distance(row[0], product), row[0]))[1]
+
+
+def _distance(a: Product, b: Product) -> float:
+    """In powers of two; the size of a result says most about which tiles fit it."""
+    return (
+        4 * abs(math.log2(a.size / b.size))
+        + abs(math.log2(a.depth / b.depth))
+        + abs(math.log2(a.num_matrices / b.num_matrices))
+    )
+
+
+# Device capability -> what was measured there. The rest of this file is written by the tuner.
+MEASURED: dict[tuple[int, int], dict[Product, Tiles]] = {}
