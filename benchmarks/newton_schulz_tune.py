@@ -91,7 +91,7 @@ def main() -> None:
         best = sorted(times, key=times.__getitem__)[:3]
         print(
             f"{product.kind:6} {product.num_matrices:2} x {product.size:5} x {product.depth:5} ",
-            *(f"{times[t]:.4f} ms {flops / times[t] / peak / 1e9:.3f} {_short(t)}  |" for t in best),
+            *(f"{times[t]:.4f} ms {flops / times[t] / peak / 1e9:.3f} {t.name}  |" for t in best),
             flush=True,
         )
     capability = torch.cuda.get_device_capability()
@@ -99,7 +99,7 @@ def main() -> None:
         {
             "product": product._asdict(),
             "floor_ms": flops / peak / 1e9,
-            "ms": {_short(tiles): ms for tiles, ms in sorted(times.items(), key=lambda item: item[1])},
+            "ms": {tiles.name: ms for tiles, ms in sorted(times.items(), key=lambda item: item[1])},
         }
         for product, times, flops in rows
     ]
@@ -180,7 +180,7 @@ def _compile(tiles: Sequence[Tiles], dtype: str) -> tuple[list[tuple[str, Tiles]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         faults = list(pool.map(_check, jobs, [dtype] * len(jobs)))
     good = [job for job, fault in zip(jobs, faults, strict=True) if not fault]
-    bad = [f"{kind} {_short(t)}: {fault}" for (kind, t), fault in zip(jobs, faults, strict=True) if fault]
+    bad = [f"{kind} {t.name}: {fault}" for (kind, t), fault in zip(jobs, faults, strict=True) if fault]
     return good, bad
 
 
@@ -223,12 +223,6 @@ def write_table(capability: tuple[int, int], winners: dict[Product, Tiles]) -> N
         lines.append("    },")
     text = path.read_text()
     path.write_text("\n".join([text[: text.index("MEASURED: ")] + lines[0], *lines[1:], "}", ""]))
-
-
-def _short(tiles: Tiles) -> str:
-    return f"{tiles.block_m}x{tiles.block_n}x{tiles.block_k}w{tiles.num_warps}s{tiles.num_stages}" + (
-        f"{'p' if tiles.persistent else ''}g{tiles.group}"
-    )
 
 
 if __name__ == "__main__":

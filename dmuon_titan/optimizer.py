@@ -25,6 +25,7 @@ def build_optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimiz
             ns_backend=options.ns_backend,
             ns_coefficients=options.ns_coefficients,
             ns_dtype=options.ns_dtype,
+            ns_kernel=options.ns_kernel,
             tp_strategy=options.tp_strategy,
             adamw_lr=options.adamw_lr,
             adamw_weight_decay=options.adamw_weight_decay,

@@ -12,6 +12,8 @@ matrix must begin at, and every row must have, a multiple of 16 bytes. Rows and 
 Triton comes with torch's CUDA builds and not with its CPU builds: this module, and it alone with `passes`, needs it.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 import functools
@@ -152,6 +154,10 @@ def _symmetric_product(
             TALL,
             ADDS,
         )
+
+
+# Whether Triton runs kernels in its interpreter, on any device, as tests have it do.
+INTERPRETED = type(_symmetric_product).__name__ == "InterpretedFunction"
 
 
 def symmetric_product(
