@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dmuon.assignment import newton_schulz_flops
 from dmuon.newton_schulz.tuned import MEASURED, Product, Tiles, choose_tiles
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class BatchPlan:
     @property
     def flops(self) -> int:
         """Of five steps with symmetric products, the least that is known."""
-        return least_flops(self.shape)
+        return newton_schulz_flops(self.shape)
 
     def __str__(self) -> str:
         num, rows, cols = self.shape
@@ -75,14 +76,6 @@ class BatchPlan:
         if self.gram_tiles is not None and self.square_tiles is not None:
             parts.append(f"tiles {self.gram_tiles.name} and {self.square_tiles.name}")
         return "  ".join([*parts, "replayed"] if self.replays else parts)
-
-
-def least_flops(shape: Sequence[int]) -> int:
-    """min(6 a + 14, 15 a + 5) n^3 of five steps for each matrix, n x a n, where symmetric products cost half."""
-    *stack, rows, cols = shape
-    small, big = sorted((rows, cols))
-    each = min(6 * big + 14 * small, 15 * big + 5 * small) * small**2
-    return functools.reduce(int.__mul__, stack, each)
 
 
 def plan_batch(
@@ -118,7 +111,7 @@ def plan_batch(
         dtype,
         choose_tiles(capability, Product("wide" if rows <= cols else "tall", small, big, num)),
         choose_tiles(capability, Product("square", small, small, num)),
-        replays and device.type == "cuda" and least_flops(shape) <= _MOST_REPLAYED_FLOPS,
+        replays and device.type == "cuda" and newton_schulz_flops(shape) <= _MOST_REPLAYED_FLOPS,
     )
 
 

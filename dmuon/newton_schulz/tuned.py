@@ -16,8 +16,6 @@ class Tiles(NamedTuple):
     Attributes:
         block_m, block_n, block_k: sizes of a tile of the result, and of a slice of the contracted side; powers of two.
         num_warps, num_stages: of one program; slices in flight.
-        persistent: one program a multiprocessor takes tile after tile, so that one tile's epilogue overlaps the next
-            one's loads. Otherwise each tile has a program of its own.
         group: columns of blocks that are visited together, for the cache.
     """
 
@@ -26,13 +24,12 @@ class Tiles(NamedTuple):
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
-    persistent: bool = False
     group: int = 8
 
     @property
     def name(self) -> str:
         blocks = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{blocks}w{self.num_warps}s{self.num_stages}{'p' if self.persistent else ''}g{self.group}"
+        return f"{blocks}w{self.num_warps}s{self.num_stages}g{self.group}"
 
 
 class Product(NamedTuple):
@@ -71,46 +68,46 @@ def _distance(a: Product, b: Product) -> float:
 # Device capability -> what was measured there. The rest of this file is written by the tuner.
 MEASURED: dict[tuple[int, int], dict[Product, Tiles]] = {
     (9, 0): {
-        Product("square", 512, 512, 1): Tiles(64, 64, 128, 4, 3, False, 16),
-        Product("square", 512, 512, 16): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("square", 1024, 1024, 1): Tiles(64, 64, 128, 4, 3, False, 4),
-        Product("square", 1024, 1024, 8): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("square", 1024, 1024, 16): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("square", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("square", 2048, 2048, 4): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("square", 2048, 2048, 8): Tiles(128, 128, 64, 4, 3, False, 2),
-        Product("square", 3072, 3072, 1): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("square", 3072, 3072, 4): Tiles(128, 128, 64, 4, 3, False, 8),
-        Product("square", 4096, 4096, 1): Tiles(128, 128, 64, 8, 4, True, 4),
-        Product("square", 4096, 4096, 4): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("square", 4096, 4096, 8): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("square", 8192, 8192, 1): Tiles(128, 128, 128, 8, 3, False, 8),
-        Product("square", 8192, 8192, 2): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("tall", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("tall", 1024, 4096, 16): Tiles(128, 128, 128, 8, 3, False, 8),
-        Product("tall", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("tall", 2048, 8192, 8): Tiles(128, 128, 128, 8, 3, False, 8),
-        Product("tall", 3072, 8192, 4): Tiles(128, 256, 64, 8, 3, False, 2),
-        Product("tall", 4096, 14336, 1): Tiles(128, 128, 64, 8, 4, True, 2),
-        Product("tall", 4096, 14336, 4): Tiles(128, 128, 64, 8, 4, True, 2),
-        Product("tall", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, False, 16),
-        Product("wide", 512, 2048, 1): Tiles(64, 64, 128, 4, 3, False, 8),
-        Product("wide", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("wide", 1024, 4096, 1): Tiles(64, 128, 64, 4, 4, False, 4),
-        Product("wide", 1024, 4096, 8): Tiles(128, 128, 128, 8, 3, False, 8),
-        Product("wide", 1024, 4096, 16): Tiles(128, 128, 128, 8, 3, False, 8),
-        Product("wide", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, False, 8),
-        Product("wide", 2048, 2048, 8): Tiles(128, 128, 64, 8, 4, True, 2),
-        Product("wide", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, False, 2),
-        Product("wide", 2048, 8192, 8): Tiles(128, 128, 64, 4, 3, False, 8),
-        Product("wide", 3072, 3072, 1): Tiles(128, 128, 128, 8, 3, False, 8),
-        Product("wide", 3072, 3072, 8): Tiles(128, 128, 64, 4, 3, False, 8),
-        Product("wide", 3072, 8192, 4): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("wide", 4096, 4096, 1): Tiles(128, 128, 64, 8, 4, True, 2),
-        Product("wide", 4096, 4096, 8): Tiles(128, 128, 64, 4, 3, False, 2),
-        Product("wide", 4096, 14336, 1): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("wide", 4096, 14336, 4): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("wide", 8192, 8192, 1): Tiles(128, 128, 128, 8, 3, False, 2),
-        Product("wide", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, False, 8),
+        Product("square", 512, 512, 1): Tiles(64, 64, 128, 4, 3, 16),
+        Product("square", 512, 512, 16): Tiles(64, 128, 64, 4, 3, 2),
+        Product("square", 1024, 1024, 1): Tiles(64, 64, 128, 4, 3, 4),
+        Product("square", 1024, 1024, 8): Tiles(64, 128, 64, 4, 3, 2),
+        Product("square", 1024, 1024, 16): Tiles(64, 128, 64, 4, 3, 2),
+        Product("square", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("square", 2048, 2048, 4): Tiles(64, 128, 64, 4, 3, 2),
+        Product("square", 2048, 2048, 8): Tiles(128, 128, 64, 4, 3, 2),
+        Product("square", 3072, 3072, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("square", 3072, 3072, 4): Tiles(128, 128, 64, 4, 3, 8),
+        Product("square", 4096, 4096, 1): Tiles(128, 128, 128, 8, 3, 4),
+        Product("square", 4096, 4096, 4): Tiles(128, 128, 128, 8, 3, 2),
+        Product("square", 4096, 4096, 8): Tiles(128, 128, 128, 8, 3, 2),
+        Product("square", 8192, 8192, 1): Tiles(128, 128, 128, 8, 3, 8),
+        Product("square", 8192, 8192, 2): Tiles(128, 128, 128, 8, 3, 2),
+        Product("tall", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, 2),
+        Product("tall", 1024, 4096, 16): Tiles(128, 128, 128, 8, 3, 8),
+        Product("tall", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("tall", 2048, 8192, 8): Tiles(128, 128, 128, 8, 3, 8),
+        Product("tall", 3072, 8192, 4): Tiles(128, 256, 64, 8, 3, 2),
+        Product("tall", 4096, 14336, 1): Tiles(128, 128, 128, 8, 3, 2),
+        Product("tall", 4096, 14336, 4): Tiles(128, 128, 128, 8, 3, 2),
+        Product("tall", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, 16),
+        Product("wide", 512, 2048, 1): Tiles(64, 64, 128, 4, 3, 8),
+        Product("wide", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, 2),
+        Product("wide", 1024, 4096, 1): Tiles(64, 128, 64, 4, 4, 4),
+        Product("wide", 1024, 4096, 8): Tiles(128, 128, 128, 8, 3, 8),
+        Product("wide", 1024, 4096, 16): Tiles(128, 128, 128, 8, 3, 8),
+        Product("wide", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, 8),
+        Product("wide", 2048, 2048, 8): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("wide", 2048, 8192, 8): Tiles(128, 128, 64, 4, 3, 8),
+        Product("wide", 3072, 3072, 1): Tiles(128, 128, 128, 8, 3, 8),
+        Product("wide", 3072, 3072, 8): Tiles(128, 128, 64, 4, 3, 8),
+        Product("wide", 3072, 8192, 4): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 4096, 4096, 1): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 4096, 4096, 8): Tiles(128, 128, 64, 4, 3, 2),
+        Product("wide", 4096, 14336, 1): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 4096, 14336, 4): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 8192, 8192, 1): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, 8),
     },
 }
