@@ -3,9 +3,9 @@
 python -m benchmarks.newton_schulz --out benchmarks/results/newton_schulz_h200.json
 
 The floor of a matrix n x a n is min(6 a + 14, 15 a + 5) n^3 over the rate of an 8192^3 product of random matrices in
-the same number format, measured at the beginning, between cases and at the end; the median counts. "ms" is the
-iteration as training runs it, from normalised matrices to orthogonalised ones; "from_float32_ms" has the norm and the
-division with it, as `torch.optim.Muon`'s has. Rivals take turns. Prints a table and one JSON line.
+the same number format. Rivals take turns, and so does that product, for the clock falls as the chip warms up. "ms" is
+the iteration as training runs it, from normalised matrices to orthogonalised ones; "from_float32_ms" has the norm and
+the division with it, as `torch.optim.Muon`'s has. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.optim import _muon as torch_muon
 
-from benchmarks.newton_schulz_tune import peak_tflops
 from benchmarks.record import record
 from dmuon.assignment import assign, newton_schulz_flops
 from dmuon.muon import Muon, batches, lr_scale
@@ -72,6 +71,7 @@ GROUP: dict[str, Any] = {
     "ns_coefficients": "polar_express",
 }
 TRIPLES = resolve("polar_express", 5)
+PEAK_SIZE = 8192
 
 
 def main() -> None:
@@ -86,18 +86,15 @@ def main() -> None:
         first_use()
         return
     measured: dict[str, Any] = {}
-    peaks = [peak_tflops(getattr(torch, arguments.dtype))]
     cases = []
     if arguments.only in (None, "cases"):
         for shape, wanted in CASES.items():
             cases.append({**measure_case(shape, arguments.dtype, arguments.rounds), "wanted": wanted})
-            peaks.append(peak_tflops(getattr(torch, arguments.dtype)))
     if arguments.only in (None, "share"):
         measured["share"] = measure_share(arguments.dtype, arguments.rounds)
-        peaks.append(peak_tflops(getattr(torch, arguments.dtype)))
-    peak = statistics.median(peaks)
     for case in [*cases, *([measured["share"]] if "share" in measured else [])]:
-        case["fraction"] = case["flops"] / case["ms"] / peak / 1e9
+        case["floor_ms"] = case["flops"] * case["peak_ms"] / (2 * PEAK_SIZE**3)
+        case["fraction"] = case["floor_ms"] / case["ms"]
         print(_row(case), flush=True)
     if "share" in measured:
         print(f"step {measured['share']['step_ms']:.2f} ms, {measured['share']['step_over_newton_schulz']:.3f} of it")
@@ -105,7 +102,7 @@ def main() -> None:
         measured["accuracy"] = [measure_accuracy(n, a, kind) for n in (1024, 4096) for a in (1, 2) for kind in SPECTRA]
     if arguments.only is None:
         measured["first_use"] = measure_first_use()
-    line = record("newton_schulz", dtype=arguments.dtype, peak_tflops=peak, peaks=peaks, cases=cases, **measured)
+    line = record("newton_schulz", dtype=arguments.dtype, cases=cases, **measured)
     print(json.dumps({key: value for key, value in line.items() if key not in ("cases", "accuracy")}))
     if arguments.out:
         arguments.out.write_text(json.dumps(line) + "\n")
@@ -123,6 +120,7 @@ def measure_case(shape: Shape, dtype: str, rounds: int) -> dict[str, Any]:
         "from_float32_ms": lambda: orthogonalize(update, dtype=format_),
         "torch_kernel_ms": lambda: iterate(normalized, kernel="torch"),
         "torch_optim_ms": lambda: [torch_optim(matrix) for matrix in update],
+        "peak_ms": peak(format_),
     }
     times = take_turns(works, rounds, {"ms": _filling(fused, plan, normalized)})
     return {"shape": shape, "flops": plan.flops, "plan": str(plan), **_summary(times)}
@@ -163,6 +161,7 @@ def measure_share(dtype: str, rounds: int) -> dict[str, Any]:
         "step_ms": lambda: step(fused),
         "torch_kernel_step_ms": lambda: step(plain),
         "torch_optim_ms": lambda: [torch_optim(piece.grad[0]) for batch in pieces for piece in batch],
+        "peak_ms": peak(format_),
     }
     times = take_turns(works, rounds, {})
     summary = _summary(times)
@@ -188,6 +187,11 @@ def share_shapes() -> list[tuple[int, ...]]:
         loads[owner] = loads.get(owner, 0) + newton_schulz_flops(shapes[name])
     longest = max(loads, key=loads.__getitem__)
     return [tuple(shapes[name]) for name, owner in owners.items() if owner == longest]
+
+
+def peak(dtype: torch.dtype) -> Callable[[], object]:
+    A, B = (torch.randn(PEAK_SIZE, PEAK_SIZE, device="cuda").to(dtype) for _ in range(2))
+    return lambda: A @ B
 
 
 def torch_optim(matrix: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class _Replay:
 
 
 class Execution:
-    """What a plan says, done. Results are the same bits whether a batch is launched or replayed.
+    """What a plan says, done, on one device. Results are the same bits whether a batch is launched or replayed.
 
     Attributes:
         num_runs: of each kernel, and of graphs by "replayed": what ran, for tests.
@@ -48,7 +48,7 @@ class Execution:
 
     def input(self, plan: BatchPlan, triples: Triples, device: torch.device) -> Tensor:
         """The buffer to fill with normalised matrices before `run`, zero outside of them."""
-        key = plan, triples, device
+        key = plan, triples
         if key not in self._replays:
             self._replays[key] = _Replay(_empty(plan, device)) if self._reserve(plan) else None
         replay = self._replays[key]
@@ -60,7 +60,7 @@ class Execution:
     def run(self, plan: BatchPlan, triples: Triples, X: Tensor) -> Tensor:
         """Iterates on what `input` gave, which is workspace afterwards. The padded shape; valid until the next run."""
         self.num_runs[plan.kernel] += 1
-        key = plan, triples, X.device
+        key = plan, triples
         replay = self._replays.get(key)
         if replay is not None and replay.has_run and replay.graph is None:
             replay = self._replays[key] = self._captured(plan, triples, replay)

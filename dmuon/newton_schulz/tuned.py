@@ -6,6 +6,7 @@ one that was; which is nearest depends on sizes alone, so that a plan is the sam
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Product(NamedTuple):
 DEFAULT = Tiles()
 
 
+@functools.cache
 def choose_tiles(capability: tuple[int, int], product: Product) -> Tiles:
     """The tiles measured for the nearest product of its kind; `DEFAULT` where there is none."""
     rows = [row for row in MEASURED.get(capability, {}).items() if row[0].kind == product.kind]
@@ -70,44 +72,44 @@ MEASURED: dict[tuple[int, int], dict[Product, Tiles]] = {
     (9, 0): {
         Product("square", 512, 512, 1): Tiles(64, 64, 128, 4, 3, 16),
         Product("square", 512, 512, 16): Tiles(64, 128, 64, 4, 3, 2),
-        Product("square", 1024, 1024, 1): Tiles(64, 64, 128, 4, 3, 4),
+        Product("square", 1024, 1024, 1): Tiles(64, 128, 128, 4, 3, 4),
         Product("square", 1024, 1024, 8): Tiles(64, 128, 64, 4, 3, 2),
         Product("square", 1024, 1024, 16): Tiles(64, 128, 64, 4, 3, 2),
         Product("square", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, 2),
         Product("square", 2048, 2048, 4): Tiles(64, 128, 64, 4, 3, 2),
         Product("square", 2048, 2048, 8): Tiles(128, 128, 64, 4, 3, 2),
         Product("square", 3072, 3072, 1): Tiles(64, 128, 64, 4, 3, 2),
-        Product("square", 3072, 3072, 4): Tiles(128, 128, 64, 4, 3, 8),
-        Product("square", 4096, 4096, 1): Tiles(128, 128, 128, 8, 3, 4),
-        Product("square", 4096, 4096, 4): Tiles(128, 128, 128, 8, 3, 2),
-        Product("square", 4096, 4096, 8): Tiles(128, 128, 128, 8, 3, 2),
-        Product("square", 8192, 8192, 1): Tiles(128, 128, 128, 8, 3, 8),
-        Product("square", 8192, 8192, 2): Tiles(128, 128, 128, 8, 3, 2),
+        Product("square", 3072, 3072, 4): Tiles(128, 128, 64, 4, 3, 2),
+        Product("square", 4096, 4096, 1): Tiles(128, 128, 64, 4, 3, 2),
+        Product("square", 4096, 4096, 4): Tiles(128, 128, 64, 4, 3, 2),
+        Product("square", 4096, 4096, 8): Tiles(128, 128, 64, 4, 3, 2),
+        Product("square", 8192, 8192, 1): Tiles(128, 128, 128, 4, 3, 2),
+        Product("square", 8192, 8192, 2): Tiles(128, 128, 128, 4, 3, 2),
         Product("tall", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, 2),
-        Product("tall", 1024, 4096, 16): Tiles(128, 128, 128, 8, 3, 8),
+        Product("tall", 1024, 4096, 16): Tiles(64, 128, 64, 4, 3, 2),
         Product("tall", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, 2),
-        Product("tall", 2048, 8192, 8): Tiles(128, 128, 128, 8, 3, 8),
-        Product("tall", 3072, 8192, 4): Tiles(128, 256, 64, 8, 3, 2),
-        Product("tall", 4096, 14336, 1): Tiles(128, 128, 128, 8, 3, 2),
-        Product("tall", 4096, 14336, 4): Tiles(128, 128, 128, 8, 3, 2),
-        Product("tall", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, 16),
-        Product("wide", 512, 2048, 1): Tiles(64, 64, 128, 4, 3, 8),
+        Product("tall", 2048, 8192, 8): Tiles(128, 128, 64, 8, 4, 8),
+        Product("tall", 3072, 8192, 4): Tiles(128, 256, 64, 8, 3, 8),
+        Product("tall", 4096, 14336, 1): Tiles(128, 128, 64, 4, 3, 8),
+        Product("tall", 4096, 14336, 4): Tiles(128, 128, 64, 8, 4, 2),
+        Product("tall", 8192, 28672, 1): Tiles(128, 256, 64, 8, 3, 8),
+        Product("wide", 512, 2048, 1): Tiles(64, 64, 128, 4, 3, 2),
         Product("wide", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, 2),
-        Product("wide", 1024, 4096, 1): Tiles(64, 128, 64, 4, 4, 4),
-        Product("wide", 1024, 4096, 8): Tiles(128, 128, 128, 8, 3, 8),
-        Product("wide", 1024, 4096, 16): Tiles(128, 128, 128, 8, 3, 8),
-        Product("wide", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, 8),
-        Product("wide", 2048, 2048, 8): Tiles(128, 128, 128, 8, 3, 2),
+        Product("wide", 1024, 4096, 1): Tiles(64, 128, 64, 4, 4, 8),
+        Product("wide", 1024, 4096, 8): Tiles(128, 128, 64, 4, 3, 2),
+        Product("wide", 1024, 4096, 16): Tiles(128, 128, 64, 8, 4, 8),
+        Product("wide", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("wide", 2048, 2048, 8): Tiles(128, 128, 64, 8, 3, 2),
         Product("wide", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, 2),
-        Product("wide", 2048, 8192, 8): Tiles(128, 128, 64, 4, 3, 8),
-        Product("wide", 3072, 3072, 1): Tiles(128, 128, 128, 8, 3, 8),
-        Product("wide", 3072, 3072, 8): Tiles(128, 128, 64, 4, 3, 8),
-        Product("wide", 3072, 8192, 4): Tiles(128, 128, 128, 8, 3, 2),
-        Product("wide", 4096, 4096, 1): Tiles(128, 128, 128, 8, 3, 2),
-        Product("wide", 4096, 4096, 8): Tiles(128, 128, 64, 4, 3, 2),
-        Product("wide", 4096, 14336, 1): Tiles(128, 128, 128, 8, 3, 2),
-        Product("wide", 4096, 14336, 4): Tiles(128, 128, 128, 8, 3, 2),
-        Product("wide", 8192, 8192, 1): Tiles(128, 128, 128, 8, 3, 2),
-        Product("wide", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, 8),
+        Product("wide", 2048, 8192, 8): Tiles(128, 128, 64, 8, 4, 2),
+        Product("wide", 3072, 3072, 1): Tiles(128, 128, 64, 8, 3, 8),
+        Product("wide", 3072, 3072, 8): Tiles(128, 128, 64, 8, 3, 8),
+        Product("wide", 3072, 8192, 4): Tiles(128, 256, 64, 8, 4, 16),
+        Product("wide", 4096, 4096, 1): Tiles(128, 128, 64, 8, 4, 8),
+        Product("wide", 4096, 4096, 8): Tiles(256, 128, 64, 8, 4, 8),
+        Product("wide", 4096, 14336, 1): Tiles(128, 128, 64, 8, 4, 2),
+        Product("wide", 4096, 14336, 4): Tiles(128, 128, 64, 8, 4, 2),
+        Product("wide", 8192, 8192, 1): Tiles(128, 256, 64, 8, 3, 8),
+        Product("wide", 8192, 28672, 1): Tiles(128, 256, 64, 8, 4, 2),
     },
 }

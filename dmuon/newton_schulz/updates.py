@@ -67,12 +67,13 @@ class FusedUpdates:
 
         momentum, nesterov = group["momentum"], group["nesterov"]
         triples = resolve(group["ns_coefficients"], group["ns_steps"])
-        squares = [passes.squared_norms(piece.grad, piece.momentum, momentum, nesterov=nesterov) for piece in batch]
-        norms = torch.cat(squares).sqrt().clamp(min=SMALLEST_NORM).float()
+        grads, buffers = [piece.grad for piece in batch], [piece.momentum for piece in batch]
+        squares = passes.squared_norms(grads, buffers, momentum, nesterov=nesterov)
+        inverse_norms = squares.sqrt().clamp(min=SMALLEST_NORM).reciprocal().float()
         sizes = [piece.grad.shape[0] for piece in batch]
         X = self.execution.input(plan, triples, batch[0].grad.device)
-        for piece, norm, part in zip(batch, norms.split(sizes), X.split(sizes), strict=True):
-            passes.advance(piece.grad, piece.momentum, norm, part, momentum, nesterov=nesterov)
+        for piece, inverse_norm, part in zip(batch, inverse_norms.split(sizes), X.split(sizes), strict=True):
+            passes.advance(piece.grad, piece.momentum, inverse_norm, part, momentum, nesterov=nesterov)
         result = self.execution.run(plan, triples, X)
         keep, step = 1 - group["lr"] * group["weight_decay"], -group["lr"] * scale
         for piece, part in zip(batch, result.split(sizes), strict=True):
