@@ -149,16 +149,20 @@ def measure_share(dtype: str, rounds: int) -> dict[str, Any]:
         for plan, source in zip(plans, sources, strict=True):
             own.execution.input(plan, TRIPLES, source.device).copy_(source)
 
+    stub: Any = SimpleNamespace(_fused=fused)
+
     def step(updates: FusedUpdates) -> None:
         optimizer: Any = SimpleNamespace(_fused=updates)
         for batch in pieces:
             Muon._update(optimizer, batch, group)
-        torch._foreach_copy_(copies, masters)
+        for copy, master in zip(copies, masters, strict=True):
+            copy.copy_(master)
 
     works: dict[str, Callable[[], object]] = {
         "with_copies_ms": newton_schulz,
         "copies_ms": copying,
         "step_ms": lambda: step(fused),
+        "step_without_copy_ms": lambda: [Muon._update(stub, batch, group) for batch in pieces],
         "torch_kernel_step_ms": lambda: step(plain),
         "torch_optim_ms": lambda: [torch_optim(piece.grad[0]) for batch in pieces for piece in batch],
         "peak_ms": peak(format_),

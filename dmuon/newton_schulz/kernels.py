@@ -1,6 +1,8 @@
 """Triton kernels for products that are symmetric: half the tiles are computed, the others are their mirror images.
 
-One kernel serves the iteration. From A, B and D of some matrices each it makes C = alpha A B^T + beta D + gamma I:
+One kernel serves the iteration. From stacks of matrices A, B, D and E it makes
+
+    C = alpha A B^T + beta D + gamma I + delta E
 
     X X^T           A = B = X [B, n, k]; X^T X where X is tall [B, k, n], read as it lies
     c R R + b R     and every other product of polynomials of one symmetric matrix: A B = A B^T is symmetric, [B, n, n]
@@ -47,6 +49,7 @@ def _symmetric_product(
     a_desc,
     b_desc,
     d_desc,
+    e_desc,
     out_desc,
     mirror_desc,
     out_ptr,
@@ -57,11 +60,14 @@ def _symmetric_product(
     alpha,
     beta,
     gamma,
+    delta,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
     ADDS: tl.constexpr,
+    ADDS_E: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Makes one tile, and stores it at (row, col) and, mirrored, at (col, row).
 
@@ -72,6 +78,10 @@ def _symmetric_product(
     place = tl.load(order_ptr + tl.program_id(0) % num_tiles)
     row = (place & 0xFFFF) * BLOCK_M
     col = (place >> 16) * BLOCK_N
+    if OVERLAPS:
+        # The next kernel may start as soon as there is room for it. This one waits until the last one has finished.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, depth, BLOCK_K):
         if TALL:
@@ -86,6 +96,8 @@ def _symmetric_product(
     if ADDS:
         d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
         acc = alpha * acc + beta * d.to(tl.float32)
+        if ADDS_E:
+            acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
         acc = tl.where(rows == cols, acc + gamma, acc)
     out = acc.to(out_desc.dtype)
     LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
@@ -114,15 +126,17 @@ def symmetric_product(
     beta: float = 0.0,
     D: Tensor | None = None,
     gamma: float = 0.0,
+    delta: float = 0.0,
+    E: Tensor | None = None,
     tall: bool = False,
 ) -> Tensor:
-    """alpha A B^T + beta D + gamma I, which the caller knows to be symmetric, into `out_Bnn`.
+    """alpha A B^T + beta D + gamma I + delta E, which the caller knows to be symmetric, into `out_Bnn`.
 
     Args:
         A, B: [B, n, k] of one dtype, float16 or bfloat16, contiguous, k a multiple of `ALIGNMENT`. With `tall` they are
             [B, k, n], the product is A^T B, and n must be the multiple.
         out_Bnn: contiguous, of their dtype; none of the others.
-        D: symmetric, as `out_Bnn`; None for A. Like `alpha` and `gamma` it takes part only where n = k.
+        D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k.
 
     Returns:
         `out_Bnn`, symmetric to the last bit: the half above the diagonal counts, whatever A and B leave below it.
@@ -134,11 +148,13 @@ def symmetric_product(
     assert not adds or size == depth
     block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
     order = tile_order(size, block_m, block_n, tiles.group, out_Bnn.device)
+    overlaps = out_Bnn.device.type == "cuda"
     launches["symmetric_product"] += 1
     _symmetric_product[(len(order) * num_matrices,)](
         TensorDescriptor.from_tensor(A, [1, block_k, block_m] if tall else [1, block_m, block_k]),
         TensorDescriptor.from_tensor(B, [1, block_k, block_n] if tall else [1, block_n, block_k]),
         TensorDescriptor.from_tensor(A if D is None else D, [1, block_m, block_n]) if adds else None,
+        TensorDescriptor.from_tensor(E, [1, block_m, block_n]) if E is not None else None,
         TensorDescriptor.from_tensor(out_Bnn, [1, block_m, block_n]),
         TensorDescriptor.from_tensor(out_Bnn, [1, block_n, block_m]),
         out_Bnn,
@@ -149,13 +165,17 @@ def symmetric_product(
         float(alpha),
         float(beta),
         float(gamma),
+        float(delta),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         TALL=tall,
         ADDS=adds,
+        ADDS_E=E is not None,
+        OVERLAPS=overlaps,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **({"launch_pdl": True} if overlaps else {}),
     )
     return out_Bnn
 

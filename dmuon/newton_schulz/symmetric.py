@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,20 +82,22 @@ def gram_factor(R: Tensor, segment: Sequence[Triple], tiles: Tiles) -> Tensor:
     Unlike in `_direct`, a I must stay out of the factors that R is multiplied by, and R must be multiplied from both
     sides, (Z + a I) R (Z + a I): otherwise fp16 leaves its error bound where spectra decay to 1e-3 (5e-2 for 3.5e-2).
     """
-    Q: Tensor | None = None
-    Z, spare = torch.empty_like(R), torch.empty_like(R)
+    Q, Z, spare = (torch.empty_like(R) for _ in range(3))
+    missing = 0.0  # of the identity in Q, until a product adds it
     for step, (a, b, c) in enumerate(segment):
-        symmetric_product(R, R, Z, tiles, alpha=c, beta=b)
-        if Q is None:
-            Q = Z.clone()
-            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        factor = symmetric_product(R, R, Z if step else Q, tiles, alpha=c, beta=b)
+        if step == 0:
+            missing = a
         else:
-            Q, spare = symmetric_product(Q, Z, spare, tiles, beta=a), Q
+            # Q (Z + a I), and where the identity is missing in Q, (Q + a' I) (Z + a I).
+            lacking: dict[str, Any] = {"gamma": a * missing, "delta": missing, "E": Z} if missing else {}
+            Q, spare, missing = symmetric_product(Q, Z, spare, tiles, beta=a, **lacking), Q, 0.0
         if step != len(segment) - 1:
-            Y = symmetric_product(R, Z, spare, tiles, beta=a)
+            Y = symmetric_product(R, factor, spare, tiles, beta=a)
             # R is not needed any more.
-            symmetric_product(Z, Y, R, tiles, beta=a, D=Y)
-    assert Q is not None
+            symmetric_product(factor, Y, R, tiles, beta=a, D=Y)
+    if missing:
+        Q.diagonal(dim1=-2, dim2=-1).add_(missing)
     return Q
 
 

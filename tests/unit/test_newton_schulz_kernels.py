@@ -110,9 +110,10 @@ def test_polynomial_of_commuting_factors_equals_float64(size: int, tiles: Tiles,
     A, B = (matrix.to(device, torch.float16) for matrix in (R, R @ R - 0.3 * R))
     out = torch.full_like(A, torch.nan)
     identity = torch.eye(size, dtype=torch.float64, device=device)
-    for D in (None, B):
-        symmetric_product(A, B, out, tiles, alpha=-1.5, beta=0.75, D=D, gamma=2.0)
+    for D, E in [(None, None), (B, None), (None, B)]:
+        symmetric_product(A, B, out, tiles, alpha=-1.5, beta=0.75, D=D, gamma=2.0, delta=3.0, E=E)
         exact = -1.5 * A.double() @ B.double() + 0.75 * (A if D is None else D).double() + 2 * identity
+        exact += 0 if E is None else 3 * E.double()
         assert error(out, exact) < 4e-4
     assert torch.equal(out, out.mT)
 
