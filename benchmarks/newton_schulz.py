@@ -4,8 +4,7 @@ python -m benchmarks.newton_schulz --out benchmarks/results/newton_schulz_h200.j
 
 The floor of a matrix n x a n is min(6 a + 14, 15 a + 5) n^3 over the rate of an 8192^3 product of random matrices in
 the same number format. Rivals take turns, and so does that product, for the clock falls as the chip warms up: between
-small cases the product runs at a higher clock than large ones ever see. A second fraction is of the median of the
-run's peaks. "ms" is
+small cases it runs at a higher clock than large ones ever see. "ms" is
 the iteration as training runs it, from normalised matrices to orthogonalised ones; "from_float32_ms" has the norm and
 the division with it, as `torch.optim.Muon`'s has. Prints a table and one JSON line.
 """
@@ -98,12 +97,9 @@ def main() -> None:
             cases.append({**measure_case(shape, arguments.dtype, arguments.rounds), "wanted": wanted})
     if "share" in arguments.only:
         measured["share"] = measure_share(arguments.dtype, arguments.rounds)
-    timed = [*cases, *([measured["share"]] if "share" in measured else [])]
-    peaks = {case["peak_ms"] for case in timed}
-    for case in timed:
+    for case in [*cases, *([measured["share"]] if "share" in measured else [])]:
         case["floor_ms"] = case["flops"] * case["peak_ms"] / (2 * PEAK_SIZE**3)
         case["fraction"] = case["floor_ms"] / case["ms"]
-        case["fraction_of_median_peak"] = case["fraction"] * statistics.median(peaks) / case["peak_ms"]
         print(_row(case), flush=True)
     if "share" in measured:
         print(f"step {measured['share']['step_ms']:.2f} ms, {measured['share']['step_over_newton_schulz']:.3f} of it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ def main() -> None:
 def tables(line: Mapping[str, Any], result: Path) -> str:
     """Markdown."""
     share, first = line["share"], line["first_use"]
-    times = [
-        _times(case, case["spread"]["with_copies_ms" if case is share else "ms"]) for case in line["cases"] + [share]
-    ]
+    timed = [*line["cases"], share]
+    peak_ms = statistics.median(case["peak_ms"] for case in timed)
+    times = [_times(case, peak_ms) for case in timed]
     errors = [
         f"| {case['n']} x {case['n'] * case['ratio']}, {case['input']} | "
         + " | ".join(f"{case[kernel]['error']:.1e}, {case[kernel]['largest']:.2f}" for kernel in KERNELS)
@@ -43,8 +44,8 @@ def tables(line: Mapping[str, Any], result: Path) -> str:
             "",
             f"    {line['command']}",
             "",
-            "| matrices | ms | fraction of the floor | wanted | torch kernel, ms | torch.optim.Muon, ms |",
-            "|---|---|---|---|---|---|",
+            "| matrices | ms | of the floor | of the run's | wanted | torch kernel, ms | torch.optim.Muon, ms |",
+            "|---|---|---|---|---|---|---|",
             *times,
             "",
             f"The whole step of that share, momentum to compute copy, takes {share['step_ms']:.1f} ms, "
@@ -63,12 +64,14 @@ def tables(line: Mapping[str, Any], result: Path) -> str:
     )
 
 
-def _times(case: Mapping[str, Any], spread: tuple[float, float]) -> str:
+def _times(case: Mapping[str, Any], peak_ms: float) -> str:
     shape = case["shape"]
+    shortest, longest = case["spread"]["with_copies_ms" if "with_copies_ms" in case else "ms"]
     cells = [
         shape if isinstance(shape, str) else f"{shape[0]} of {shape[1]} x {shape[2]}",
-        f"{case['ms']:.3f} ({spread[0]:.3f} - {spread[1]:.3f})",
+        f"{case['ms']:.3f} ({shortest:.3f} - {longest:.3f})",
         f"{case['fraction']:.2f}",
+        f"{case['fraction'] * peak_ms / case['peak_ms']:.2f}",
         "" if case["wanted"] is None else f"{case['wanted']:.2f}",
         f"{case['torch_kernel_ms']:.3f}" if "torch_kernel_ms" in case else "",
         f"{case['torch_optim_ms']:.3f}",

@@ -39,8 +39,6 @@ TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor"
 ALIGNMENT = 8
 
 
-_OVERLAPS = False
-
 # Launches since the process began, for tests that prove which kernel ran.
 launches = {"symmetric_product": 0}
 
@@ -69,7 +67,6 @@ def _symmetric_product(
     TALL: tl.constexpr,
     ADDS: tl.constexpr,
     ADDS_E: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Makes one tile, and stores it at (row, col) and, mirrored, at (col, row).
 
@@ -80,9 +77,6 @@ def _symmetric_product(
     place = tl.load(order_ptr + tl.program_id(0) % num_tiles)
     row = (place & 0xFFFF) * BLOCK_M
     col = (place >> 16) * BLOCK_N
-    if OVERLAPS:
-        # Started while the last kernel ends; its results are there from here on.
-        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, depth, BLOCK_K):
         if TALL:
@@ -92,8 +86,6 @@ def _symmetric_product(
             a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
             b = b_desc.load([batch, col, k]).reshape(BLOCK_N, BLOCK_K).T
         acc = tl.dot(a, b, acc)
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
     rows = (row + tl.arange(0, BLOCK_M))[:, None]
     cols = (col + tl.arange(0, BLOCK_N))[None, :]
     if ADDS:
@@ -151,7 +143,6 @@ def symmetric_product(
     assert not adds or size == depth
     block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
     order = tile_order(size, block_m, block_n, tiles.group, out_Bnn.device)
-    overlaps = _OVERLAPS and out_Bnn.device.type == "cuda"
     launches["symmetric_product"] += 1
     _symmetric_product[(len(order) * num_matrices,)](
         TensorDescriptor.from_tensor(A, [1, block_k, block_m] if tall else [1, block_m, block_k]),
@@ -175,10 +166,8 @@ def symmetric_product(
         TALL=tall,
         ADDS=adds,
         ADDS_E=E is not None,
-        OVERLAPS=overlaps,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **({"launch_pdl": True} if overlaps else {}),
     )
     return out_Bnn
 

@@ -26,7 +26,7 @@ _NOT_HERE = {"quack": "its package, quack-kernels, is not supported yet"}
 _ALIGNMENT = 8
 
 # A captured graph holds its buffers for good: only batches that launches would slow down get one.
-_MOST_REPLAYED_FLOPS = 1e12
+_MOST_REPLAYED_FLOPS = 1.5e12
 
 # Below, a tile is mostly empty.
 _SMALLEST_SIZE = 64

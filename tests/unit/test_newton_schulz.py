@@ -159,7 +159,8 @@ def test_a_plan_is_a_function_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(planning, "_capability", lambda _: (9, 0))
     gpu = torch.device("cuda")
     for shape, form, replays in [
-        ((1, 4096, 4096), "direct", False),
+        ((1, 4096, 4096), "direct", True),
+        ((2, 4096, 4096), "direct", False),
         ((4, 4096, 14336), "gram", False),
         ((4, 14336, 4096), "gram", False),
         ((16, 1024, 4096), "gram", True),
