@@ -7,8 +7,8 @@ One kernel serves the iteration. From stacks of matrices A, B, D and E it makes
     X X^T           A = B = X [B, n, k]; X^T X where X is tall [B, k, n], read as it lies
     c R R + b R     and every other product of polynomials of one symmetric matrix: A B = A B^T is symmetric, [B, n, n]
 
-To the last bit: with rounding errors that are not symmetric the Gram form leaves its error bound (0.2 in fp16, where
-symmetric ones give 0.03).
+C is symmetric to the last bit. With rounding errors that are not, the Gram form leaves its error bound: 0.2 in fp16,
+where symmetric ones give 0.03.
 
 Inputs and output have one half-precision dtype; each element is accumulated in float32 and rounded once. The order of
 its sum depends on the tiles alone, so that equal tiles give equal bits. Tiles are moved by tensor descriptors: every
@@ -34,10 +34,6 @@ from dmuon.newton_schulz.tuned import Tiles
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-
-# Elements of a row that fill the 16 bytes a tensor descriptor wants.
-ALIGNMENT = 8
-
 
 # Launches since the process began, for tests that prove which kernel ran.
 launches = {"symmetric_product": 0}
@@ -128,7 +124,7 @@ def symmetric_product(
     """alpha A B^T + beta D + gamma I + delta E, which the caller knows to be symmetric, into `out_Bnn`.
 
     Args:
-        A, B: [B, n, k] of one dtype, float16 or bfloat16, contiguous, k a multiple of `ALIGNMENT`. With `tall` they are
+        A, B: [B, n, k] of one dtype, float16 or bfloat16, contiguous, k a multiple of 8. With `tall` they are
             [B, k, n], the product is A^T B, and n must be the multiple.
         out_Bnn: contiguous, of their dtype; none of the others.
         D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k.
@@ -137,7 +133,7 @@ def symmetric_product(
         `out_Bnn`, symmetric to the last bit: the half above the diagonal counts, whatever A and B leave below it.
     """
     num_matrices, size, depth = A.shape if not tall else (A.shape[0], A.shape[2], A.shape[1])
-    adds = not (alpha == 1.0 and beta == 0.0 and gamma == 0.0)
+    adds = not (alpha == 1.0 and beta == 0.0 and gamma == 0.0 and E is None)
     assert A.shape == B.shape
     assert tuple(out_Bnn.shape) == (num_matrices, size, size)
     assert not adds or size == depth
