@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from torch.optim.adamw import adamw
 
 from dmuon.accumulate import discard_accumulated
 from dmuon.hooks import find_runtime, reshard
-from dmuon.newton_schulz import Coefficients, orthogonalize, resolve_dtype
+from dmuon.newton_schulz import Coefficients, orthogonalize
+from dmuon.newton_schulz.updates import FusedUpdates, Piece
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.parameter import local
 from dmuon.slices import SliceUpdates
@@ -46,14 +47,16 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "match_rms_adamw" scales an m x n update by 0.2 sqrt(max(m, n)), so that one learning rate
             serves both kinds; "original" by sqrt(max(1, m / n)).
         ns_steps, ns_backend, ns_coefficients, ns_dtype: see `dmuon.newton_schulz`.
+        ns_kernel: "auto" takes the Triton kernels on GPUs that they were measured on, and plain torch elsewhere;
+            "triton" and "torch" by name. For all groups.
         tp_strategy: how matrices that tensor parallelism has cut are orthogonalised: "exchange", "distributed_gram" or
             the cheaper one for each, "auto"; see `dmuon.tensor_parallel`.
         momentum_dtype: what momentum is kept in, None for float32. With bfloat16 it is computed in float32 still.
         adamw_betas, adamw_eps: AdamW's.
         param_groups: options by name, [{"params": "*.experts.*", "lr": 1e-4}, ...]. "params" is an fnmatch pattern
             over the model's parameter names, or a list of them; the first entry that matches a parameter takes it.
-            Muon's options are lr, momentum, nesterov, weight_decay, adjust_lr_fn and ns_*; AdamW's are lr, betas, eps
-            and weight_decay. An entry that matches parameters of both kinds makes two groups.
+            Muon's options are lr, momentum, nesterov, weight_decay, adjust_lr_fn and ns_*, but not ns_kernel; AdamW's
+            are lr, betas, eps and weight_decay. An entry that matches parameters of both kinds makes two groups.
         replicate_async: under HSDP, let updated weights travel to the other rows while the next forward runs.
 
     Raises:
@@ -73,6 +76,7 @@ class Muon(torch.optim.Optimizer):
         ns_backend: str = "gram",
         ns_coefficients: Coefficients = "polar_express",
         ns_dtype: str = "auto",
+        ns_kernel: str = "auto",
         tp_strategy: str = "auto",
         momentum_dtype: torch.dtype | None = None,
         adamw_lr: float | None = None,
@@ -110,7 +114,8 @@ class Muon(torch.optim.Optimizer):
 
         self._model, self._runtime = model, runtime
         tp = runtime.axes.tp
-        self._update_slices = None if tp is None else SliceUpdates(tp, tp_strategy)
+        self._update_slices = None if tp is None else SliceUpdates(tp, tp_strategy, ns_kernel)
+        self._fused = FusedUpdates(ns_kernel)
         self._replicate_async = replicate_async
         self._dedicated = {param.master: param for unit in runtime.units for param in unit.params}
         named = named_parameters(model, self._dedicated)
@@ -221,7 +226,7 @@ class Muon(torch.optim.Optimizer):
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         due = [param for param in group["params"] if _is_due(param)]
-        pieces = [piece for param in due if not self._dedicated[param].is_cut for piece in self._pieces(param)]
+        pieces = [piece for param in due for piece in self._pieces(param, param.grad)]
         for batch in batches([piece.master.shape for piece in pieces]):
             self._update([pieces[index] for index in batch], group)
         if self._update_slices is not None:
@@ -230,12 +235,26 @@ class Muon(torch.optim.Optimizer):
             ]
             self._update_slices(cut, group, lr_scale)
 
-    def _pieces(self, param: nn.Parameter) -> Iterator[Piece]:
-        """A parameter's matrices, or stacks of them of which none is larger than a batch may be."""
-        assert param.grad is not None
+    def newton_schulz_plan(self) -> list[str]:
+        """A line about each batch of matrices that this rank updates, if all have gradients; cut ones are not in it."""
+        lines = []
+        for group in self.param_groups:
+            if group["kind"] == MUON:
+                held = [param for param in group["params"] if param.device.type != "meta"]
+                shapes = [piece.master.shape for param in held for piece in self._pieces(param, param)]
+                for batch in batches(shapes):
+                    plan = self._fused.plan([shapes[index] for index in batch], held[0].device, group)
+                    lines.append(str(plan))
+        return lines
+
+    def _pieces(self, param: nn.Parameter, grad: Tensor | None) -> Iterator[Piece]:
+        """A parameter's matrices, or stacks of them of which none is larger than a batch may be; none of a cut one."""
+        if self._dedicated[param].is_cut:
+            return
+        assert grad is not None
         matrices = self._dedicated[param].matrices
         momentum = self.state[param][MOMENTUM]
-        for views in zip(matrices(param), matrices(param.grad), matrices(momentum), strict=True):
+        for views in zip(matrices(param), matrices(grad), matrices(momentum), strict=True):
             if views[0].numel() <= _MAX_BATCH_NUMEL:
                 yield Piece(*views)
                 continue
@@ -244,6 +263,12 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, batch: Sequence[Piece], group: dict[str, Any]) -> None:
         """Momentum -> orthogonalise -> masters, for pieces of one shape."""
+        shapes = [piece.master.shape for piece in batch]
+        plan = self._fused.plan(shapes, batch[0].master.device, group)
+        scale = lr_scale(group["adjust_lr_fn"], shapes[0])
+        if self._fused.can_take(plan, batch):
+            self._fused(plan, batch, group, scale)
+            return
         grads, buffers = [piece.grad for piece in batch], [piece.momentum for piece in batch]
         momenta = buffers if buffers[0].dtype == torch.float32 else [buffer.float() for buffer in buffers]
         foreach_lerp_(momenta, grads, 1 - group["momentum"])
@@ -260,20 +285,12 @@ class Muon(torch.optim.Optimizer):
             num_steps=group["ns_steps"],
             backend=group["ns_backend"],
             coefficients=group["ns_coefficients"],
-            dtype=resolve_dtype(group["ns_dtype"], update_BMN.device),
+            dtype=plan.dtype,
+            kernel=self._fused.kernel,
         )
-        scale = lr_scale(group["adjust_lr_fn"], update_BMN.shape)
         for piece, orthogonal in zip(batch, orthogonal_BMN.split(sizes), strict=True):
             piece.master.mul_(1 - group["lr"] * group["weight_decay"])
             piece.master.add_(orthogonal, alpha=-group["lr"] * scale)
-
-
-class Piece(NamedTuple):
-    """Views [B, M, N] of part of one parameter, its gradient and its momentum."""
-
-    master: Tensor
-    grad: Tensor
-    momentum: Tensor
 
 
 def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:

@@ -29,15 +29,16 @@ class SliceUpdates:
     Args:
         axis: the tp axis.
         strategy: see `dmuon.tensor_parallel.plan_orthogonalization`.
+        kernel: see `dmuon.newton_schulz.planning.choose_kernel`.
 
     Raises:
         ValueError: an unknown strategy.
     """
 
-    def __init__(self, axis: Axis, strategy: str) -> None:
+    def __init__(self, axis: Axis, strategy: str, kernel: str = "auto") -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f"tp_strategy = {strategy!r}: must be one of {', '.join(STRATEGIES)}")
-        self._axis, self._strategy = axis, strategy
+        self._axis, self._strategy, self._kernel = axis, strategy, kernel
         self._planned: dict[tuple[object, ...], TensorParallelOrthogonalizer] = {}
 
     def __call__(
@@ -63,6 +64,7 @@ class SliceUpdates:
             num_steps=group["ns_steps"],
             backend=group["ns_backend"],
             coefficients=group["ns_coefficients"],
+            kernel=self._kernel,
         )
         for index, orthogonal in results:
             part = parts[index]

@@ -8,13 +8,14 @@ from torch import nn
 import dmuon
 from dmuon.muon import init_adamw_state
 from dmuon_titan.config.schema import Optimizer
+from dmuon_titan.console import logger
 
 
 def build_optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """Builds what `[optimizer]` asks for over a parallelized, materialized model. All state exists afterwards."""
     betas = (options.beta1, options.beta2)
     if options.name == "Muon":
-        return dmuon.Muon(
+        muon = dmuon.Muon(
             model,
             options.lr,
             momentum=options.momentum,
@@ -25,6 +26,7 @@ def build_optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimiz
             ns_backend=options.ns_backend,
             ns_coefficients=options.ns_coefficients,
             ns_dtype=options.ns_dtype,
+            ns_kernel=options.ns_kernel,
             tp_strategy=options.tp_strategy,
             adamw_lr=options.adamw_lr,
             adamw_weight_decay=options.adamw_weight_decay,
@@ -32,6 +34,10 @@ def build_optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimiz
             adamw_eps=options.eps,
             replicate_async=options.replicate_async,
         )
+        if any(param.device.type == "cuda" for param in model.parameters()):
+            for line in muon.newton_schulz_plan():
+                logger.info("Newton-Schulz of rank 0: %s", line)
+        return muon
     params = [param for param in model.parameters() if param.requires_grad]
     fused = all(param.device.type == "cuda" for param in params)
     optimizer = torch.optim.AdamW(

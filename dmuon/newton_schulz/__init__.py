@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dmuon.newton_schulz.coefficients import BY_NAME as COEFFICIENTS
-from dmuon.newton_schulz.coefficients import Coefficients, resolve
-from dmuon.newton_schulz.iterations import direct, gram
+from dmuon.newton_schulz.coefficients import Coefficients, Triple, resolve
+from dmuon.newton_schulz.execution import iterate_as_planned
+from dmuon.newton_schulz.iterations import gram_factor as plain_gram_factor
+from dmuon.newton_schulz.planning import KERNELS, gram_pays, plan_batch
 
 BACKENDS = ("gram", "direct")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -16,7 +20,9 @@ __all__ = [
     "BACKENDS",
     "COEFFICIENTS",
     "DTYPES",
+    "KERNELS",
     "Coefficients",
+    "gram_factor",
     "gram_pays",
     "iterate",
     "normalize",
@@ -26,7 +32,7 @@ __all__ = [
 
 # Far below the norm of any gradient (a clipped one once fell under 1e-7 and training stalled), and still a zero
 # matrix stays zero.
-_SMALLEST_NORM = 1e-30
+SMALLEST_NORM = 1e-30
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -42,12 +48,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def gram_pays(num_rows: int, num_cols: int) -> bool:
-    """Whether general products cost fewer FLOPs in Gram form: 8 a + 28 < 20 a + 10 in units of n^3, a = N / M."""
-    small, big = sorted((num_rows, num_cols))
-    return 8 * big + 28 * small < 20 * big + 10 * small
-
-
 def orthogonalize(
     matrices_BMN: Tensor,
     *,
@@ -55,6 +55,7 @@ def orthogonalize(
     backend: str = "gram",
     coefficients: Coefficients = "polar_express",
     dtype: torch.dtype = torch.float32,
+    kernel: str = "auto",
 ) -> Tensor:
     """Moves every nonzero singular value of each matrix towards 1 and leaves the singular vectors alone.
 
@@ -64,33 +65,51 @@ def orthogonalize(
         backend: "gram" takes the Gram form where it costs less, "direct" iterates on the matrices themselves.
         coefficients: "polar_express", "keller_jordan", "you", or one (a, b, c) for each step.
         dtype: format of the iteration; each matrix is divided by its Frobenius norm in float32 before the cast.
+        kernel: "auto", "triton" or "torch"; see `planning.choose_kernel`.
 
     Returns:
         The shape of `matrices_BMN`, in `dtype`. A zero matrix stays zero, a non-finite one becomes non-finite.
 
     Raises:
-        ValueError: an unknown backend or coefficients.
+        ValueError: an unknown backend, kernel or coefficients.
     """
     # In float64 the square of an entry of 1e-20 or 1e20 neither vanishes nor overflows.
     norm_B11 = torch.linalg.vector_norm(matrices_BMN, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     X_BMN = normalize(matrices_BMN, norm_B11, dtype)
-    return iterate(X_BMN, num_steps=num_steps, backend=backend, coefficients=coefficients)
+    return iterate(X_BMN, num_steps=num_steps, backend=backend, coefficients=coefficients, kernel=kernel)
 
 
 def normalize(matrices: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
     """Matrices, or slices of them, over their Frobenius norms (float64): in float32, then rounded to `dtype` once."""
-    return (matrices / norm.clamp(min=_SMALLEST_NORM).float()).to(dtype)
+    return (matrices / norm.clamp(min=SMALLEST_NORM).float()).to(dtype)
 
 
 def iterate(
-    X_BMN: Tensor, *, num_steps: int = 5, backend: str = "gram", coefficients: Coefficients = "polar_express"
+    X_BMN: Tensor,
+    *,
+    num_steps: int = 5,
+    backend: str = "gram",
+    coefficients: Coefficients = "polar_express",
+    kernel: str = "auto",
 ) -> Tensor:
-    """`orthogonalize` for matrices that are normalised already; in the dtype of `X_BMN`."""
+    """`orthogonalize` for matrices that are normalised already; in the dtype of `X_BMN`, which is left as it is."""
     if backend not in BACKENDS:
         raise ValueError(f"ns_backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
     triples = resolve(coefficients, num_steps)
+    plan = plan_batch(tuple(X_BMN.shape), X_BMN.device, backend=backend, dtype=X_BMN.dtype, kernel=kernel)
+    if plan.kernel == "torch":
+        return iterate_as_planned(plan, triples, X_BMN)
     num_rows, num_cols = X_BMN.shape[-2:]
-    wide = num_rows <= num_cols
-    run = gram if backend == "gram" and gram_pays(num_rows, num_cols) else direct
-    X_BMN = run(X_BMN if wide else X_BMN.mT, triples)
-    return X_BMN if wide else X_BMN.mT
+    padding = (0, plan.padded[2] - num_cols, 0, plan.padded[1] - num_rows)
+    X_BMN = torch.nn.functional.pad(X_BMN, padding) if any(padding) else X_BMN.contiguous()
+    return iterate_as_planned(plan, triples, X_BMN)[:, :num_rows, :num_cols]
+
+
+def gram_factor(R_BMM: Tensor, segment: Sequence[Triple], kernel: str = "auto") -> Tensor:
+    """Q of the steps of one segment, from R = X X^T alone, such that they take X to Q X. `R_BMM` is workspace."""
+    plan = plan_batch(tuple(R_BMM.shape), R_BMM.device, dtype=R_BMM.dtype, kernel=kernel)
+    if plan.square_tiles is None or plan.padded != plan.shape:
+        return plain_gram_factor(R_BMM, segment)
+    from dmuon.newton_schulz import symmetric
+
+    return symmetric.gram_factor(R_BMM.contiguous(), segment, plan.square_tiles)

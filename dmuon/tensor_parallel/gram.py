@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dmuon.collectives import Axis
+from dmuon.newton_schulz import gram_factor
 from dmuon.newton_schulz.coefficients import Triple
-from dmuon.newton_schulz.iterations import gram_factor, segments
+from dmuon.newton_schulz.iterations import segments
 from dmuon.tensor_parallel.plan import Item, OrthogonalizationPlan, block_rows, packed_numel
 
 
@@ -26,6 +27,7 @@ def orthogonalize_slices(
     axis: Axis,
     normalized_slice_of: Callable[[Item], Tensor],
     coefficients: Sequence[Triple],
+    kernel: str = "torch",
 ) -> Iterator[tuple[Item, Tensor]]:
     """This rank's slices of the matrices of one round; one all-reduce for all of them before each segment."""
     by_shape: dict[tuple[int, ...], list[Item]] = {}
@@ -42,7 +44,7 @@ def orthogonalize_slices(
     for segment in segments(coefficients):
         Rs = summed_grams(Xs, axis)
         for index in range(len(Xs)):
-            Xs[index] = gram_factor(Rs.pop(0), segment) @ Xs[index]
+            Xs[index] = gram_factor(Rs.pop(0), segment, kernel) @ Xs[index]
     for batch, X_BMK in zip(batches, Xs, strict=True):
         for item, X_MK in zip(batch, X_BMK, strict=True):
             yield item, wide(item, X_MK)

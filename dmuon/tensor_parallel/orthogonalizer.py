@@ -44,6 +44,7 @@ class TensorParallelOrthogonalizer:
         num_steps: int = 5,
         backend: str = "gram",
         coefficients: Coefficients = "polar_express",
+        kernel: str = "auto",
     ) -> list[Tensor]:
         """This rank's slices of the orthogonalised matrices.
 
@@ -51,11 +52,17 @@ class TensorParallelOrthogonalizer:
             updates: float32, in the local shapes and the order of the plan's layouts. Left as they are.
             num_steps, coefficients: see `orthogonalize`; the same on all ranks.
             backend: of whole matrices; what has no rank of its own is iterated in Gram form.
+            kernel: see `orthogonalize`.
 
         Returns:
             The shapes of `updates`, in the plan's dtype.
         """
-        options: dict[str, Any] = {"num_steps": num_steps, "backend": backend, "coefficients": coefficients}
+        options: dict[str, Any] = {
+            "num_steps": num_steps,
+            "backend": backend,
+            "coefficients": coefficients,
+            "kernel": kernel,
+        }
         results = dict(self.stream(updates.__getitem__, **options))
         return [results[index] for index in range(len(updates))]
 
@@ -66,12 +73,18 @@ class TensorParallelOrthogonalizer:
         num_steps: int = 5,
         backend: str = "gram",
         coefficients: Coefficients = "polar_express",
+        kernel: str = "auto",
     ) -> Iterator[tuple[int, Tensor]]:
         """The same a round at a time: asks for each update once, and yields (index, result) as soon as it is there.
 
         So neither all updates nor all results are held at once. The ranks must take all of it.
         """
-        options: dict[str, Any] = {"num_steps": num_steps, "backend": backend, "coefficients": coefficients}
+        options: dict[str, Any] = {
+            "num_steps": num_steps,
+            "backend": backend,
+            "coefficients": coefficients,
+            "kernel": kernel,
+        }
         triples = resolve(coefficients, num_steps)
         plan, axis = self.plan, self._axis
         whole = partial(orthogonalize, dtype=plan.dtype, **options)
@@ -90,7 +103,9 @@ class TensorParallelOrthogonalizer:
             if returning is not None:
                 yield from results.completed(returning.receive())
             if members.gram:
-                yield from results.completed(orthogonalize_slices(plan, members.gram, axis, normalized, triples))
+                yield from results.completed(
+                    orthogonalize_slices(plan, members.gram, axis, normalized, triples, kernel)
+                )
             yield from _local(plan, members.local, updates, whole)
             del slices, normalized
             if exchange is not None:

@@ -164,9 +164,9 @@ class Optimizer:
     )
     ns_kernel: str = key(
         "auto",
-        "Muon: kernels of the iteration.",
+        "Muon: kernels of the iteration; auto is Triton's on GPUs that they were measured on.",
         choices=("auto", "triton", "torch", "quack"),
-        supported=("auto", "torch"),
+        supported=("auto", "triton", "torch"),
         only_for="Muon",
     )
     tp_strategy: str = key(

@@ -1,9 +1,11 @@
 """Newton-Schulz against a float64 iteration of the same polynomial, and on the inputs that break careless code."""
 
+import logging
+
 import pytest
 import torch
 
-from dmuon.newton_schulz import BACKENDS, COEFFICIENTS, orthogonalize, resolve_dtype
+from dmuon.newton_schulz import BACKENDS, COEFFICIENTS, orthogonalize, planning, resolve_dtype
 from dmuon.newton_schulz.coefficients import POLAR_EXPRESS, resolve
 from dmuon.newton_schulz.iterations import direct, gram
 from dmuon.reference import orthogonalize_reference
@@ -110,3 +112,69 @@ def test_auto_dtype_follows_the_device() -> None:
     assert resolve_dtype("auto", torch.device("cuda")) == torch.float16
     with pytest.raises(ValueError, match="float8"):
         resolve_dtype("float8", torch.device("cpu"))
+
+
+def test_without_a_gpu_the_torch_kernel_runs_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    matrices = gaussian(2, 72, 144)
+    expected = orthogonalize(matrices, dtype=torch.float16, kernel="torch")
+    planning._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, "dmuon"):
+        for kernel in ("auto", "triton", "auto", "triton"):
+            assert torch.equal(orthogonalize(matrices, dtype=torch.float16, kernel=kernel), expected)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("INFO", "ns_kernel = 'auto': Newton-Schulz runs in plain torch, for there is no GPU"),
+        ("WARNING", "ns_kernel = 'triton': Newton-Schulz runs in plain torch, for there is no GPU"),
+    ]
+
+
+def test_a_gpu_takes_triton_only_where_it_can_and_was_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu, half = torch.device("cuda"), torch.float16
+    capability = (9, 0)
+    monkeypatch.setattr(planning, "has_triton", lambda: True)
+    monkeypatch.setattr(planning, "_capability", lambda _: capability)
+    planning._say_once.cache_clear()
+    assert planning.choose_kernel("auto", gpu, half) == "triton"
+    assert planning.choose_kernel("torch", gpu, half) == "torch"
+    assert not caplog.records
+    assert planning.choose_kernel("triton", gpu, torch.float32) == "torch"
+    capability = (10, 0)
+    assert planning.choose_kernel("auto", gpu, half) == "torch"
+    assert planning.choose_kernel("triton", gpu, half) == "triton"
+    capability = (8, 0)
+    assert planning.choose_kernel("triton", gpu, half) == "torch"
+    monkeypatch.setattr(planning, "has_triton", lambda: False)
+    assert planning.choose_kernel("auto", gpu, half) == "torch"
+    words = ["float32", "nothing was measured on compute capability 10.0", "no tensor descriptors", "not installed"]
+    assert len(caplog.records) == len(words)
+    assert all(word in record.getMessage() for word, record in zip(words, caplog.records, strict=True))
+    with pytest.raises(ValueError, match="quack"):
+        planning.choose_kernel("quack", gpu, half)
+
+
+def test_a_plan_is_a_function_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "has_triton", lambda: True)
+    monkeypatch.setattr(planning, "_capability", lambda _: (9, 0))
+    gpu = torch.device("cuda")
+    for shape, form, replays in [
+        ((1, 4096, 4096), "direct", True),
+        ((2, 4096, 4096), "direct", False),
+        ((4, 4096, 14336), "gram", False),
+        ((4, 14336, 4096), "gram", False),
+        ((16, 1024, 4096), "gram", True),
+        ((1, 250, 1001), "gram", True),
+    ]:
+        plan = planning.plan_batch(shape, gpu, dtype=torch.float16)
+        assert plan == planning.plan_batch(shape, gpu, dtype=torch.float16)
+        assert (plan.kernel, plan.form, plan.replays) == ("triton", form, replays)
+        assert all(
+            size % 8 == 0 and 0 <= size - logical < 8 for size, logical in zip(plan.padded[1:], shape[1:], strict=True)
+        )
+        assert "triton" in str(plan)
+    assert planning.plan_batch((1, 40, 4096), gpu, dtype=torch.float16).kernel == "torch"
+    assert planning.plan_batch((1, 4096, 14336), gpu, dtype=torch.float16, backend="direct").form == "direct"
+    # On CPU nothing but the shape and the backend ever counted.
+    assert planning.plan_batch((1, 64, 64), torch.device("cpu")).form == "direct"
+    assert planning.plan_batch((1, 64, 128), torch.device("cpu")).form == "gram"

@@ -1,0 +1,189 @@
+"""Triton kernels for products that are symmetric: half the tiles are computed, the others are their mirror images.
+
+One kernel serves the iteration. From stacks of matrices A, B, D and E it makes
+
+    C = alpha A B^T + beta D + gamma I + delta E
+
+    X X^T           A = B = X [B, n, k]; X^T X where X is tall [B, k, n], read as it lies
+    c R R + b R     and every other product of polynomials of one symmetric matrix: A B = A B^T is symmetric, [B, n, n]
+
+C is symmetric to the last bit. With rounding errors that are not, the Gram form leaves its error bound: 0.2 in fp16,
+where symmetric ones give 0.03.
+
+Inputs and output have one half-precision dtype; each element is accumulated in float32 and rounded once. The order of
+its sum depends on the tiles alone, so that equal tiles give equal bits. Tiles are moved by tensor descriptors: every
+matrix must begin at, and every row must have, a multiple of 16 bytes. Rows and columns that no tile fills are masked.
+
+Triton comes with torch's CUDA builds and not with its CPU builds: this module, and it alone with `passes`, needs it.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.newton_schulz.tuned import Tiles
+
+# By name: torch is this library's only dependency, and what imports this module has asked `has_triton` before.
+triton: Any = importlib.import_module("triton")
+tl: Any = importlib.import_module("triton.language")
+TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+# Launches since the process began, for tests that prove which kernel ran.
+launches = {"symmetric_product": 0}
+
+
+# Integers are plain arguments: one compiled kernel serves every size.
+@triton.jit(do_not_specialize=["num_tiles", "size", "depth"])
+def _symmetric_product(
+    a_desc,
+    b_desc,
+    d_desc,
+    e_desc,
+    out_desc,
+    mirror_desc,
+    out_ptr,
+    order_ptr,
+    num_tiles,
+    size,
+    depth,
+    alpha,
+    beta,
+    gamma,
+    delta,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+    ADDS: tl.constexpr,
+    ADDS_E: tl.constexpr,
+):
+    """Makes one tile, and stores it at (row, col) and, mirrored, at (col, row).
+
+    Programs go through all matrices, one after the other, in the order of `order_ptr`: index of the row of tiles, and
+    of the column << 16.
+    """
+    batch = tl.program_id(0) // num_tiles
+    place = tl.load(order_ptr + tl.program_id(0) % num_tiles)
+    row = (place & 0xFFFF) * BLOCK_M
+    col = (place >> 16) * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, depth, BLOCK_K):
+        if TALL:
+            a = a_desc.load([batch, k, row]).reshape(BLOCK_K, BLOCK_M).T
+            b = b_desc.load([batch, k, col]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
+            b = b_desc.load([batch, col, k]).reshape(BLOCK_N, BLOCK_K).T
+        acc = tl.dot(a, b, acc)
+    rows = (row + tl.arange(0, BLOCK_M))[:, None]
+    cols = (col + tl.arange(0, BLOCK_N))[None, :]
+    if ADDS:
+        d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
+        acc = alpha * acc + beta * d.to(tl.float32)
+        if ADDS_E:
+            acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+        acc = tl.where(rows == cols, acc + gamma, acc)
+    out = acc.to(out_desc.dtype)
+    LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    if row // LARGER == col // LARGER:
+        # The tiles of a square block on the diagonal. What lies below the diagonal is mirrored from another tile.
+        matrix_ptr = out_ptr + batch.to(tl.int64) * size * size
+        is_upper = (rows < cols) & (cols < size)
+        tl.store(matrix_ptr + rows * size + cols, out, mask=is_upper | ((rows == cols) & (cols < size)))
+        tl.store(matrix_ptr + cols.T * size + rows.T, out.T, mask=is_upper.T)
+    else:
+        out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
+        mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
+
+
+# Whether Triton runs kernels in its interpreter, on any device, as tests have it do.
+INTERPRETED = type(_symmetric_product).__name__ == "InterpretedFunction"
+
+
+def symmetric_product(
+    A: Tensor,
+    B: Tensor,
+    out_Bnn: Tensor,
+    tiles: Tiles,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    D: Tensor | None = None,
+    gamma: float = 0.0,
+    delta: float = 0.0,
+    E: Tensor | None = None,
+    tall: bool = False,
+) -> Tensor:
+    """alpha A B^T + beta D + gamma I + delta E, which the caller knows to be symmetric, into `out_Bnn`.
+
+    Args:
+        A, B: [B, n, k] of one dtype, float16 or bfloat16, contiguous, k a multiple of 8. With `tall` they are
+            [B, k, n], the product is A^T B, and n must be the multiple.
+        out_Bnn: contiguous, of their dtype; none of the others.
+        D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k.
+
+    Returns:
+        `out_Bnn`, symmetric to the last bit: the half above the diagonal counts, whatever A and B leave below it.
+    """
+    num_matrices, size, depth = A.shape if not tall else (A.shape[0], A.shape[2], A.shape[1])
+    adds = not (alpha == 1.0 and beta == 0.0 and gamma == 0.0 and E is None)
+    assert A.shape == B.shape
+    assert tuple(out_Bnn.shape) == (num_matrices, size, size)
+    assert not adds or size == depth
+    block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
+    order = tile_order(size, block_m, block_n, tiles.group, out_Bnn.device)
+    launches["symmetric_product"] += 1
+    _symmetric_product[(len(order) * num_matrices,)](
+        TensorDescriptor.from_tensor(A, [1, block_k, block_m] if tall else [1, block_m, block_k]),
+        TensorDescriptor.from_tensor(B, [1, block_k, block_n] if tall else [1, block_n, block_k]),
+        TensorDescriptor.from_tensor(A if D is None else D, [1, block_m, block_n]) if adds else None,
+        TensorDescriptor.from_tensor(E, [1, block_m, block_n]) if E is not None else None,
+        TensorDescriptor.from_tensor(out_Bnn, [1, block_m, block_n]),
+        TensorDescriptor.from_tensor(out_Bnn, [1, block_n, block_m]),
+        out_Bnn,
+        order,
+        len(order),
+        size,
+        depth,
+        float(alpha),
+        float(beta),
+        float(gamma),
+        float(delta),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        TALL=tall,
+        ADDS=adds,
+        ADDS_E=E is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out_Bnn
+
+
+@functools.cache
+def tile_order(size: int, block_m: int, block_n: int, group: int, device: torch.device) -> Tensor:
+    """Tiles on and above the diagonal, each as row index + column index << 16, int32.
+
+    Columns are taken `group` at a time and walked through row by row, so that programs that run side by side share
+    rows and columns of the operands in the cache.
+    """
+    larger = max(block_m, block_n)
+    rows_each, cols_each = larger // block_m, larger // block_n
+    num_blocks = -(-size // larger)
+    num_rows, num_cols = -(-size // block_m), -(-size // block_n)
+    places = []
+    for first in range(0, num_blocks, group):
+        last = min(first + group, num_blocks)
+        for row in range(min(last * rows_each, num_rows)):
+            # No column left of the diagonal block that this row is in.
+            start = max(first, row // rows_each) * cols_each
+            places += [row + (col << 16) for col in range(start, min(last * cols_each, num_cols))]
+    return torch.tensor(places, dtype=torch.int32, device=device)

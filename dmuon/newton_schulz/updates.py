@@ -1,0 +1,80 @@
+"""The whole update of a batch of equal matrices by Triton kernels: momentum -> orthogonalise -> masters.
+
+There is no copy of the update in float32: gradient and momentum are read twice instead, for the norm and for X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmuon.newton_schulz import SMALLEST_NORM, resolve_dtype
+from dmuon.newton_schulz.coefficients import resolve
+from dmuon.newton_schulz.execution import Execution
+from dmuon.newton_schulz.planning import BatchPlan, check_kernel, plan_batch
+
+
+class Piece(NamedTuple):
+    """Views [B, M, N] of part of one parameter, its gradient and its momentum."""
+
+    master: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class FusedUpdates:
+    """Plans batches, and updates those that Triton can take.
+
+    Args:
+        kernel: "auto", "triton" or "torch".
+
+    Attributes:
+        execution: counts what ran.
+
+    Raises:
+        ValueError: an unknown kernel.
+    """
+
+    def __init__(self, kernel: str = "auto") -> None:
+        check_kernel(kernel)
+        self.kernel = kernel
+        self.execution = Execution()
+
+    def plan(self, shapes: Sequence[Sequence[int]], device: torch.device, group: Mapping[str, Any]) -> BatchPlan:
+        """Of pieces of these shapes, all [B, M, N] with the same M and N."""
+        return plan_batch(
+            (sum(shape[0] for shape in shapes), *shapes[0][1:]),
+            device,
+            backend=group["ns_backend"],
+            dtype=resolve_dtype(group["ns_dtype"], device),
+            kernel=self.kernel,
+        )
+
+    def can_take(self, plan: BatchPlan, batch: Sequence[Piece]) -> bool:
+        return plan.kernel == "triton" and all(tensor.is_contiguous() for piece in batch for tensor in piece)
+
+    def __call__(self, plan: BatchPlan, batch: Sequence[Piece], group: Mapping[str, Any], scale: float) -> None:
+        """Updates masters and momenta.
+
+        Args:
+            group: the options of `dmuon.Muon`.
+            scale: factor on the learning rate for this shape.
+        """
+        from dmuon.newton_schulz import passes
+
+        momentum, nesterov = group["momentum"], group["nesterov"]
+        triples = resolve(group["ns_coefficients"], group["ns_steps"])
+        grads, buffers = [piece.grad for piece in batch], [piece.momentum for piece in batch]
+        squares = passes.squared_norms(grads, buffers, momentum, nesterov=nesterov)
+        inverse_norms = squares.sqrt().clamp(min=SMALLEST_NORM).reciprocal().float()
+        sizes = [piece.grad.shape[0] for piece in batch]
+        X = self.execution.input(plan, triples, batch[0].grad.device)
+        for piece, inverse_norm, part in zip(batch, inverse_norms.split(sizes), X.split(sizes), strict=True):
+            passes.advance(piece.grad, piece.momentum, inverse_norm, part, momentum, nesterov=nesterov)
+        result = self.execution.run(plan, triples, X)
+        keep, step = 1 - group["lr"] * group["weight_decay"], -group["lr"] * scale
+        for piece, part in zip(batch, result.split(sizes), strict=True):
+            passes.update_master(piece.master, part, keep=keep, step=step)
