@@ -22,12 +22,18 @@ fi
 # Code on the command line, and this repository as the first place of imports: a working directory with packages named
 # like ours must not shadow them.
 exec "$python" -c '
-import sys
+import os, sys
+sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+import signal
+# A request to stop waits until the launcher can hear it.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 if sys.version_info < (3, 10):
     sys.stderr.write("error: %s is Python %d.%d, 3.10 is needed: name another in PYTHON\n"
                      % (sys.executable, *sys.version_info[:2]))
     sys.exit(2)
-sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
 from dmuon_titan.launch import main
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)  # with exactly this status, whatever signal comes now
 ' "$root" "$@"

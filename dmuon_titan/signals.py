@@ -17,11 +17,14 @@ from types import FrameType
 
 from dmuon_titan.errors import ExitStatus
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# SIGUSR1 is what schedulers send some time before they end a job.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopWatcher:
-    """Watches for SIGTERM, SIGINT and failed peers; made by the main thread before anything slow.
+    """Watches for SIGTERM, SIGINT, SIGUSR1 and failed peers; made by the main thread before anything slow.
+
+    Signals that are blocked until then, so that none ends a process that can't listen yet, are let through by it.
 
     requested: True from the first signal on. All ranks agree on it once a step, save and stop.
     patience_s: how long the process may go on after the first signal. 0 while there is nothing to save (start-up);
@@ -53,6 +56,7 @@ class StopWatcher:
             signal.signal(number, self._noticed)
         os.register_at_fork(after_in_child=_forget)
         threading.Thread(target=self._watch, name="stop-watcher", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
     def close(self) -> None:
         """From now on the main thread alone decides how the process ends; signals are ignored."""
@@ -88,7 +92,8 @@ class StopWatcher:
 
 
 def _forget() -> None:
-    """A forked reader of data shares the pipe: a signal to it is not one to this process."""
+    """A forked reader of data shares the pipe, and a signal to all processes of a job is not for it: it works until
+    its parent lets it go."""
     signal.set_wakeup_fd(-1)
     for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN)

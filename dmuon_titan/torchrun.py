@@ -27,15 +27,18 @@ from dmuon_titan.worker import stop_file
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# The same program on every rank, with imports from the repository first, as in run_train.sh.
+# The same program on every rank, with imports from the repository first, as in run_train.sh. A request to stop waits
+# until the worker can hear it.
 WORKER_CODE = """\
 import sys
 sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 from dmuon_titan.worker import main
 main(sys.argv[1:])
 """
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Which status the job has when ranks end with different ones: the most telling of those that occur.
 _BY_IMPORTANCE = (
     ExitStatus.CONFIG,
@@ -66,10 +69,10 @@ class Nodes:
 
 
 class StopSignals:
-    """Passes SIGTERM, SIGINT and SIGHUP on to the workers, as SIGTERM, each time one comes.
+    """Passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on to the workers, as SIGTERM, each time one comes.
 
-    Where there is no worker yet, the launcher ends with status 75. A signal that was ignored when the launcher started,
-    as SIGHUP is under nohup, stays ignored.
+    run_train.sh blocks them until this object is made. Where there is no worker yet, the launcher ends with status 75.
+    A signal that was ignored when the launcher started, as SIGHUP is under nohup, stays ignored.
 
     A thread does this, from a pipe into which the interpreter writes the number of each signal: Python's handlers don't
     run while the main thread waits in C++ for other nodes.
@@ -86,6 +89,7 @@ class StopSignals:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _leave_to_thread)
         threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
     def close(self) -> None:
         """Ignores signals from now on: the job is over, and its status is known."""

@@ -48,7 +48,7 @@ def end_process(status: int) -> NoReturn:
     Python's own way out can abort after good work: a thread of gloo may still run when its owner is taken apart.
     """
     for child in multiprocessing.active_children():
-        child.terminate()
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

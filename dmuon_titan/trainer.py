@@ -131,6 +131,8 @@ class Trainer:
         config, start_step, rank = self.config, self.state.step, dist.get_rank()
         self.schedule = build_schedule(config.lr_scheduler, config.training.steps - self.state.schedule_start)
         self.evaluation = evaluation
+        if self.checkpointer is not None:
+            self.checkpointer.tokenizer_path = dataset.tokenizer_path
         self.metrics = Metrics(
             config,
             self.mesh.device,

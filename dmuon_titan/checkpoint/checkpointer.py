@@ -6,6 +6,7 @@ push an older one out of `keep_latest_k`; where they are not, it is taken out of
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ from dmuon_titan.checkpoint.saving import SaveReport, failed_ranks, save
 from dmuon_titan.checkpoint.state import TrainState, own_random_state, stacked_random_state
 from dmuon_titan.config import JobConfig, flat, versions
 from dmuon_titan.console import logger
+from dmuon_titan.data.tokenizer import Tokenizer
 from dmuon_titan.errors import CheckpointError, NonFiniteError
+from dmuon_titan.hugging_face import export
 from dmuon_titan.seeding import restore_random_state
 from models.llama.sizes import LlamaSize
 
@@ -70,7 +73,12 @@ class _UnderWay:
 
 
 class Checkpointer:
-    """Every method is called by all ranks together, and raises the same on all of them."""
+    """Every method is called by all ranks together, and raises the same on all of them.
+
+    tokenizer_path: the sentencepiece model of the training data, for Hugging Face's folders; None where there is none.
+    """
+
+    tokenizer_path: Path | None = None
 
     def __init__(
         self,
@@ -197,7 +205,7 @@ class Checkpointer:
             # The configuration says what the groups' options are, also where it changed since the save.
             asked[OPTIMIZER] = {name: part for name, part in state[OPTIMIZER].items() if name != PARAM_GROUPS}
         random = self._random_state()
-        same = manifest.run["num_ranks"] == self.state.num_ranks and TRAIN_STATE not in excluded
+        same = manifest.run.get("num_ranks") == self.state.num_ranks and TRAIN_STATE not in excluded
         same = same and all(f"{RANDOM}.{name}" in metadata.state_dict_metadata for name in random)
         if same:
             asked[RANDOM] = random
@@ -264,7 +272,8 @@ class Checkpointer:
 
     def _save(self, under_way: _UnderWay, state: dict[str, Any], draft: Manifest, begin_s: float) -> None:
         try:
-            report = save(self.folder, state, draft, self.group)
+            export = self._export if draft.layout == HUGGING_FACE else None
+            report = save(self.folder, state, draft, self.group, export)
         except CheckpointError as error:
             under_way.mistake = str(error)
         except Exception as error:
@@ -279,6 +288,22 @@ class Checkpointer:
                 f"saved step {draft.step} in {report.path}: {report.num_bytes / _GIB:.3f} GiB, "
                 f"{time.monotonic() - begin_s:.2f} s"
             )
+
+    def _export(self, written: Path, output: Path) -> None:
+        """Weights as Hugging Face has them, and the tokenizer that they were trained with."""
+        tokenizer = Tokenizer(self.tokenizer_path) if self.tokenizer_path is not None else None
+        if self.tokenizer_path is not None and dist.get_rank() == 0:
+            shutil.copyfile(self.tokenizer_path, output / "tokenizer.model")
+        export(
+            written,
+            output,
+            self.size,
+            dtype=getattr(torch, self.options.export_dtype),
+            bos_id=tokenizer.bos_id if tokenizer else None,
+            eos_id=tokenizer.eos_id if tokenizer else None,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+        )
 
     def _end(self, under_way: _UnderWay) -> None:
         """Raises on all ranks what a save that is over has met on any."""

@@ -97,7 +97,7 @@ def describe_changes(saved: Saved, config: JobConfig, run: TrainState, excluded:
         logger.info(f"changed since {name} was saved, without effect on the steps: {'; '.join(harmless)}")
     now = run.run()
     for key, what in _RUN.items():
-        before = saved.manifest.run[key]
+        before = saved.manifest.run.get(key, now[key])
         if before != now[key]:
             breaking.append(f"{what} = {now[key]}, was {before}")
     if breaking and not excluded:

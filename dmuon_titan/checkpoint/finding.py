@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dmuon_titan.checkpoint.agreement import first_rank_does, gathered
 from dmuon_titan.checkpoint.folder import Saved, examine, scan
-from dmuon_titan.checkpoint.manifest import store
+from dmuon_titan.checkpoint.manifest import HUGGING_FACE, store
 from dmuon_titan.checkpoint.saving import dealt
 from dmuon_titan.config.schema import Checkpoint
 from dmuon_titan.console import logger
@@ -102,7 +102,10 @@ def _initial(path: Path, group: dist.ProcessGroup) -> Saved:
         inside = [saved.path.name for saved in scan(path)[0]]
         if inside:
             raise CheckpointError(f"name one of the checkpoints in it: {', '.join(inside)}")
-        return examine(path)
+        found = examine(path)
+        if found.manifest.layout == HUGGING_FACE:
+            raise CheckpointError("a Hugging Face folder: set checkpoint.initial_load_in_hf = true")
+        return found
 
     return _sound(first_rank_does(look, group, what), what, group)
 

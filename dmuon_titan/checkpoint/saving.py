@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from dmuon_titan.checkpoint.folder import begin, give_up, next_sequence, publish
 from dmuon_titan.checkpoint.manifest import Manifest, StoredFile, store
 from dmuon_titan.errors import CheckpointError
 
+_METADATA, _BESIDE = ".metadata", ".beside"
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -32,13 +34,20 @@ class SaveReport:
     duration_s: float
 
 
-def save(folder: Path, state: dict[str, Any], draft: Manifest, group: dist.ProcessGroup) -> SaveReport:
+Export = Callable[[Path, Path], None]
+"""Called by all ranks with a folder that torch.distributed.checkpoint has written and one to fill with other files."""
+
+
+def save(
+    folder: Path, state: dict[str, Any], draft: Manifest, group: dist.ProcessGroup, export: Export | None = None
+) -> SaveReport:
     """Writes `state` as the checkpoint step-N of a folder.
 
     Args:
         state: this rank's part, logical tensors as `torch.distributed.checkpoint` takes them.
         draft: the manifest, whose files and sequence are filled in here.
         group: of all ranks, for CPU tensors.
+        export: makes the files that are kept of those that are written first. None: they are the same.
 
     Raises:
         CheckpointError: a rank could not write, or what lies on the disk is not what was written; the same on all
@@ -48,7 +57,10 @@ def save(folder: Path, state: dict[str, Any], draft: Manifest, group: dist.Proce
     what = f"step {draft.step} could not be saved in {folder / f'step-{draft.step}'}"
     temporary = first_rank_does(lambda: begin(folder, draft.step), group, what)
     try:
-        _write(temporary, state, group, what)
+        if export is None:
+            _write(temporary, state, group, what)
+        else:
+            _write_exported(temporary, state, group, what, export)
         files = _verify(temporary, group, what)
 
         def complete() -> Path:
@@ -77,6 +89,21 @@ def _write(path: Path, state: dict[str, Any], group: dist.ProcessGroup, what: st
         raise CheckpointError(f"{what}: {told(reasons) or mistake}")
 
 
+def _write_exported(path: Path, state: dict[str, Any], group: dist.ProcessGroup, what: str, export: Export) -> None:
+    """Through files beside: tensors travel between ranks over the file system, as whole as each needs them."""
+    beside = path / _BESIDE
+    _write(beside, state, group, what)
+    mistake = None
+    try:
+        export(beside, path)
+    except OSError as error:
+        mistake = f"{error.filename}: {error.strerror}"
+    except CheckpointError as error:
+        mistake = str(error)
+    agree(mistake, group, what)
+    first_rank_does(lambda: shutil.rmtree(beside), group, what)
+
+
 def _why_not_writable(path: Path) -> str | None:
     """What the system says to this rank when its file, or a new one, is to become longer; None if nothing."""
     own = sorted(path.glob(f"__{dist.get_rank()}_*.distcp"))
@@ -93,8 +120,8 @@ def _why_not_writable(path: Path) -> str | None:
 
 def _verify(path: Path, group: dist.ProcessGroup, what: str) -> dict[str, StoredFile]:
     """Size and checksum of every file, each read back by one rank; and that these are all that the metadata names."""
-    names = first_rank_does(lambda: sorted(file.name for file in path.iterdir()), group, what)
-    names = [name for name in names if not name.startswith(".") or name == ".metadata"]
+    names = first_rank_does(lambda: sorted(file.name for file in path.iterdir() if file.is_file()), group, what)
+    names = [name for name in names if not name.startswith(".") or name == _METADATA]
     mine = dealt(names, dist.get_rank(), dist.get_world_size())
     found: dict[str, StoredFile] = {}
     mistake = None
@@ -104,7 +131,8 @@ def _verify(path: Path, group: dist.ProcessGroup, what: str) -> dict[str, Stored
         mistake = f"{error.filename}: {error.strerror}"
     agree(mistake, group, what)
     files = {name: file for part in gathered(found, group) for name, file in part.items()}
-    first_rank_does(lambda: _check_lengths(path, files), group, what)
+    if _METADATA in files:
+        first_rank_does(lambda: _check_lengths(path, files), group, what)
     return dict(sorted(files.items()))
 
 

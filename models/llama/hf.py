@@ -1,4 +1,4 @@
-"""To and from the names and layouts of transformers' LlamaForCausalLM.
+"""To and from the names, layouts and config.json of transformers' LlamaForCausalLM.
 
 Values are moved, never computed with: there and back is equal bit for bit.
 """
@@ -6,12 +6,12 @@ Values are moved, never computed with: there and back is equal bit for bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from models.llama.sizes import LlamaSize
+from models.llama.sizes import LlamaSize, RopeScaling
 
 _OUTSIDE_BLOCKS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -30,6 +30,41 @@ _INSIDE_BLOCKS = {
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
 _ROTARY = ("attention.wq.weight", "attention.wk.weight")
+_TIED_HEAD = "output.weight"
+_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+# What transformers takes for fields that a config.json doesn't have.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def hf_names(size: LlamaSize) -> dict[str, str]:
+    """Our name -> theirs of each parameter, in the model's order. A tied head is no parameter of its own."""
+    names = {}
+    for ours in size.parameter_shapes():
+        block = re.fullmatch(r"layers\.(\d+)\.(.+)", ours)
+        names[ours] = f"model.layers.{block[1]}.{_INSIDE_BLOCKS[block[2]]}" if block else _OUTSIDE_BLOCKS[ours]
+    return names
+
+
+def num_reordered_rows(name: str, size: LlamaSize) -> int:
+    """How many neighbouring rows of one of our parameters change places among themselves: a head's of wq and wk."""
+    return size.head_dim if name.endswith(_ROTARY) else 1
+
+
+def rows_to_hf(name: str, rows: Tensor, size: LlamaSize) -> Tensor:
+    """Rows of one of our parameters, whole groups of `num_reordered_rows`, in their order. May be a view."""
+    return _halves_from_pairs(rows, size.head_dim) if name.endswith(_ROTARY) else rows
+
+
+def rows_from_hf(name: str, rows: Tensor, size: LlamaSize) -> Tensor:
+    """The inverse of `rows_to_hf`."""
+    return _pairs_from_halves(rows, size.head_dim) if name.endswith(_ROTARY) else rows
 
 
 def to_hf(state: Mapping[str, Tensor], size: LlamaSize) -> dict[str, Tensor]:
@@ -38,13 +73,9 @@ def to_hf(state: Mapping[str, Tensor], size: LlamaSize) -> dict[str, Tensor]:
     Raises:
         ValueError: a name is no parameter of this model.
     """
-    named = {}
-    for ours, theirs in _names(size).items():
-        if ours in state:
-            rotary = ours.endswith(_ROTARY)
-            named[theirs] = _halves_from_pairs(state[ours], size.head_dim) if rotary else state[ours]
-    _check_names(state, _names(size), "parameters")
-    return named
+    names = _names_and_head(size)
+    _check_names(state, names, "parameters")
+    return {theirs: rows_to_hf(ours, state[ours], size) for ours, theirs in names.items() if ours in state}
 
 
 def from_hf(state: Mapping[str, Tensor], size: LlamaSize) -> dict[str, Tensor]:
@@ -53,14 +84,15 @@ def from_hf(state: Mapping[str, Tensor], size: LlamaSize) -> dict[str, Tensor]:
     Raises:
         ValueError: a name is no parameter of this model.
     """
-    state = {name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")}
-    named = {}
-    for ours, theirs in _names(size).items():
-        if theirs in state:
-            rotary = ours.endswith(_ROTARY)
-            named[ours] = _pairs_from_halves(state[theirs], size.head_dim) if rotary else state[theirs]
-    _check_names(state, set(_names(size).values()), "Hugging Face parameters")
-    return named
+    names = _names_and_head(size)
+    state = {name: value for name, value in state.items() if not is_rotary_table(name)}
+    _check_names(state, names.values(), "Hugging Face parameters")
+    return {ours: rows_from_hf(ours, state[theirs], size) for ours, theirs in names.items() if theirs in state}
+
+
+def is_rotary_table(name: str) -> bool:
+    """Whether one of their names is that of a table which old files hold, and which follows from the configuration."""
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def hf_config(size: LlamaSize) -> dict[str, Any]:
@@ -68,14 +100,13 @@ def hf_config(size: LlamaSize) -> dict[str, Any]:
     scaling = size.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **_FIXED,
         "hidden_size": size.dim,
         "intermediate_size": size.ffn_hidden_dim,
         "num_hidden_layers": size.num_layers,
         "num_attention_heads": size.num_heads,
         "num_key_value_heads": size.num_kv_heads,
         "head_dim": size.head_dim,
-        "hidden_act": "silu",
         "vocab_size": size.vocab_size,
         "max_position_embeddings": size.max_seq_len,
         "rms_norm_eps": size.norm_eps,
@@ -89,21 +120,81 @@ def hf_config(size: LlamaSize) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_position,
         },
         "tie_word_embeddings": size.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
     }
 
 
-def _names(size: LlamaSize) -> dict[str, str]:
-    """Our name -> theirs, in the model's order. A tied head has a name too: state dicts may list it."""
-    names = {}
-    for ours in {**size.parameter_shapes(), "output.weight": ()}:
-        block = re.fullmatch(r"layers\.(\d+)\.(.+)", ours)
-        names[ours] = f"model.layers.{block[1]}.{_INSIDE_BLOCKS[block[2]]}" if block else _OUTSIDE_BLOCKS[ours]
-    return names
+def size_from_hf_config(config: Mapping[str, Any]) -> LlamaSize:
+    """The size that a config.json describes, of transformers 4 or 5; what it leaves out is what transformers assumes.
+
+    The feed-forward width, which our sizes compute from two numbers, is kept.
+
+    Raises:
+        ValueError: it isn't a Llama that `models.llama.model` can be, and in which field.
+    """
+    for field, legal in _FIXED.items():
+        found = config.get(field, _DEFAULTS.get(field))
+        if found != legal:
+            raise ValueError(f"{field} is {found!r}, legal is {legal!r}")
+    dim, ffn_dim = _count(config, "hidden_size"), _count(config, "intermediate_size")
+    num_heads, num_kv_heads = _count(config, "num_attention_heads"), config.get("num_key_value_heads")
+    rope_theta, rope_scaling = _rope(config)
+    size = LlamaSize(
+        dim,
+        _count(config, "num_hidden_layers"),
+        num_heads,
+        num_heads if num_kv_heads is None else _count(config, "num_key_value_heads"),
+        _count(config, "vocab_size"),
+        # In the middle between this width and the next: rounding can't make it another.
+        ffn_dim_multiplier=(ffn_dim + 0.5) / int(8 * dim / 3),
+        multiple_of=1,
+        rope_theta=rope_theta,
+        norm_eps=config.get("rms_norm_eps", _DEFAULTS["rms_norm_eps"]),
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        max_seq_len=_count(config, "max_position_embeddings"),
+        rope_scaling=rope_scaling,
+    )
+    head_dim = config.get("head_dim")
+    if head_dim not in (None, size.head_dim):
+        raise ValueError(f"head_dim is {head_dim}, legal is hidden_size / num_attention_heads = {size.head_dim}")
+    assert size.ffn_hidden_dim == ffn_dim
+    return size
 
 
-def _check_names(state: Mapping[str, Tensor], known: Any, kind: str) -> None:
+def _count(config: Mapping[str, Any], field: str) -> int:
+    found = config.get(field, _DEFAULTS.get(field))
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"{field} is {found!r}, legal is a positive integer")
+    return found
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(stated, Mapping):
+        raise ValueError(f"rope_scaling is {stated!r}, legal is an object or null")
+    theta = stated.get("rope_theta", config.get("rope_theta", _DEFAULTS["rope_theta"]))
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"rope_scaling is of the type {kind!r}, legal is 'default' or 'llama3'")
+    fields = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    if not fields <= stated.keys():
+        raise ValueError(f"rope_scaling lacks {', '.join(sorted(fields - stated.keys()))}")
+    return theta, RopeScaling(
+        factor=stated["factor"],
+        low_freq_factor=stated["low_freq_factor"],
+        high_freq_factor=stated["high_freq_factor"],
+        original_max_position=stated["original_max_position_embeddings"],
+    )
+
+
+def _names_and_head(size: LlamaSize) -> dict[str, str]:
+    """As `hf_names`, with a tied head too: state dicts may list it."""
+    return hf_names(size) | {_TIED_HEAD: _OUTSIDE_BLOCKS[_TIED_HEAD]}
+
+
+def _check_names(state: Mapping[str, Tensor], known: Container[str], kind: str) -> None:
     strangers = [name for name in state if name not in known]
     if strangers:
         raise ValueError(f"not among the {kind} of this Llama: {', '.join(strangers)}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,27 @@ class LlamaSize:
         if self.tie_embeddings:
             num_multiplied += self.num_embedding_parameters()
         return 6 * num_multiplied + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+
+
+def size_to_dict(size: LlamaSize) -> dict[str, Any]:
+    """Its fields, as JSON can hold them; rope_scaling is a dict of its own or None."""
+    return asdict(size)
+
+
+def size_from_dict(values: Mapping[str, Any]) -> LlamaSize:
+    """The inverse of `size_to_dict`. Entries that aren't fields, such as a name, are left out.
+
+    Raises:
+        ValueError: a field is missing.
+    """
+    names = [field.name for field in fields(LlamaSize)]
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise ValueError(f"a size lacks {', '.join(missing)}")
+    scaling = values["rope_scaling"]
+    return LlamaSize(
+        **{name: values[name] for name in names} | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)}
+    )
 
 
 # 8B, 70B and 405B are Llama 3.1's, 1B and 3B are Llama 3.2's. Llama 3 itself is the 8B and 70B without rotary scaling.

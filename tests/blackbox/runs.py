@@ -6,7 +6,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from dmuon_titan.checkpoint.manifest import read_manifest, store
 from models.llama.sizes import LlamaSize
 from tests.blackbox.conftest import losses
 from tests.blackbox.job import REPOSITORY, RUN_TRAIN, Ended, Job
@@ -105,10 +106,12 @@ def edit(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
     change: is given the nested state, and assigns into its tensors.
     """
+    manifest = read_manifest(checkpoint)
     file = checkpoint.with_name(checkpoint.name + ".pt")
     dcp_to_torch_save(checkpoint, file)
     state = torch.load(file, weights_only=False)
     change(state)
     shutil.rmtree(checkpoint)
     dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
+    replace(manifest, files={path.name: store(path) for path in checkpoint.iterdir()}).write(checkpoint)
     file.unlink()

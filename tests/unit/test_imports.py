@@ -36,7 +36,7 @@ def test_library_and_models_depend_on_torch_only(package: str) -> None:
 
 
 def test_harness_imports_what_pyproject_declares() -> None:
-    declared = {"torch", "torchdata", "tomli", "tensorboard", "sentencepiece", "numpy"}
+    declared = {"torch", "torchdata", "tomli", "tensorboard", "sentencepiece", "numpy", "safetensors"}
     assert all(name in (ROOT / "pyproject.toml").read_text() for name in declared)
     allowed = {*sys.stdlib_module_names, *PACKAGES, *declared}
     strangers = {f"{path.relative_to(ROOT)}: {name}" for path, name in imports_of("dmuon_titan") if name not in allowed}

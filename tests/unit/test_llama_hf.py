@@ -1,14 +1,15 @@
 """transformers.LlamaForCausalLM on the same weights is the oracle for what the model computes."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from models.llama.hf import from_hf, hf_config, to_hf
+from models.llama.hf import from_hf, hf_config, size_from_hf_config, to_hf
 from models.llama.model import Llama
-from models.llama.sizes import LlamaSize, RopeScaling
+from models.llama.sizes import FLAVORS, LlamaSize, RopeScaling, size_from_dict, size_to_dict
 from tests.unit.test_llama_model import build
 
 SIZE = LlamaSize(64, 3, 4, 2, 100, 1.3, 32, 10000.0, max_seq_len=64)
@@ -90,3 +91,33 @@ def test_strange_names_are_refused() -> None:
         to_hf({"layers.7.ffn_norm.weight": torch.ones(64)}, SIZE)
     with pytest.raises(ValueError, match="model\\.layers\\.0\\.self_attn\\.q_proj\\.bias"):
         from_hf({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, SIZE)
+
+
+def test_sizes_of_the_table_are_found_again() -> None:
+    """Wrong if a converted Llama 3 isn't the flavor that a configuration names."""
+    for flavors in FLAVORS.values():
+        for size in flavors.values():
+            found = size_from_hf_config(json.loads(json.dumps(hf_config(size))))
+            assert hf_config(found) == hf_config(size)
+            assert found.parameter_shapes() == size.parameter_shapes()
+            assert size_from_dict(json.loads(json.dumps(size_to_dict(size)))) == size
+    with pytest.raises(ValueError, match="lacks dim, "):
+        size_from_dict({"name": "llama3"})
+
+
+def test_fields_that_a_config_leaves_out() -> None:
+    """As in the files of the first Llama: what is left out is what transformers assumes."""
+    required = (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    config = {
+        field: value for field, value in hf_config(SIZES["one kv head a query head"]).items() if field in required
+    }
+    size = size_from_hf_config(config)
+    assert (size.num_kv_heads, size.norm_eps, size.rope_theta, size.max_seq_len) == (4, 1e-6, 10000.0, 2048)
+    assert not size.tie_embeddings

@@ -38,7 +38,7 @@ def start(setting: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_with_nothing_to_save_a_signal_ends_the_process_at_once(number):
     process = start("")
     process.send_signal(number)
@@ -70,20 +70,29 @@ def test_a_rank_leaves_after_a_peer_has(peer, own):
 
 
 def test_a_signal_to_a_forked_reader_of_data_is_not_one_to_the_rank():
+    """Nor does it end the reader: a scheduler sends its signals to all processes of a job."""
     program = """
         import os, signal, time
         from dmuon_titan.signals import StopWatcher
 
         watcher = StopWatcher(lambda status, reason: os._exit(status))
         readable, writable = os.pipe()
+        asked, ask = os.pipe()
         child = os.fork()
         if child == 0:
+            os.close(ask)
             os.write(writable, b"ready")
-            time.sleep(60)
+            while os.read(asked, 1):
+                os.write(writable, b"there")
+            os._exit(0)
+        os.close(asked)
         os.read(readable, 5)
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(child, number)
+        os.write(ask, b"?")
+        assert os.read(readable, 5) == b"there"
+        os.close(ask)
+        assert os.waitpid(child, 0)[1] == 0
         print(watcher.requested)
     """
     done = subprocess.run(
