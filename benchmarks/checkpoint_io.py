@@ -174,6 +174,7 @@ def _measure(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     for _ in range(2):
         job.step()
     memory = _memory(job)
+    job.step()
     job.save(SYNC)
     job.finish()
     checkpoint = job.folder / f"step-{job.saver.state.step}"
