@@ -172,18 +172,20 @@ class Campaign:
         run = self.folder / f"undisturbed-{number}-{mode}" / "run"
         begin_s = time.monotonic()
         ended = self._start(run, mode).end(timeout_s=_PATIENCE_S)
-        life_s = time.monotonic() - begin_s
         if ended.status:
             raise Broken(f"{run}: status {ended.status} without a kill:\n{ended.stderr}")
-        saving_s = sum(map(float, re.findall(r"saved step .* GiB, (\S+) s", ended.stdout)))
-        self.found.lives_s[mode].append(life_s)
-        self.found.save_shares[mode].append(saving_s / life_s)
-        _say(f"undisturbed, {mode}: {life_s:.1f} s, saving {saving_s / life_s:.0%} of them")
+        self._note_life(mode, time.monotonic() - begin_s, ended.stdout)
         if self.reference is None:
             self.reference = run
         else:
             self._compare(run, last_start=None)
             shutil.rmtree(run.parent)
+
+    def _note_life(self, mode: str, life_s: float, output: str) -> None:
+        saving_s = sum(map(float, re.findall(r"saved step .* GiB, (\S+) s", output)))
+        self.found.lives_s[mode].append(life_s)
+        self.found.save_shares[mode].append(saving_s / life_s)
+        _say(f"undisturbed, {mode}: {life_s:.1f} s, saving {saving_s / life_s:.0%} of them")
 
     def round(self, number: int, *, aimed: bool) -> None:
         """One job, from its first start to its end. A kill that comes too late is tried again with another job."""
@@ -229,7 +231,10 @@ class Campaign:
                 gone_s = time.monotonic() - killed_s
                 break
             else:
+                life_s = time.monotonic() - begin_s
                 ended = job.end(timeout_s=_GONE_S)
+                if newest is None:
+                    self._note_life(mode, life_s, ended.stdout)
                 if ended.status:
                     raise Broken(f"{run}: status {ended.status} before the kill:\n{ended.stderr}")
                 self._check_start(run, ended.stdout, newest)
