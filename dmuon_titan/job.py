@@ -229,7 +229,6 @@ def new_train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
         global_batch_size=global_batch_size(config, dist.get_world_size()),
         num_ranks=dist.get_world_size(),
         num_threads=torch.get_num_threads(),
-        tp_degree=config.parallelism.tensor_parallel_degree,
         nccl=nccl_settings(),
     )
 

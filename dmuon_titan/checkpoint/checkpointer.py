@@ -152,12 +152,9 @@ class Checkpointer:
 
     def proved(self) -> None:
         """The step after the one saved last is finite: older checkpoints may go."""
-        under_way = self._under_way
-        if under_way is not None:
-            under_way.proved = True
-            if under_way.over and under_way.report is not None and not under_way.retained:
-                under_way.retained = True
-                self.retain()
+        if self._under_way is not None:
+            self._under_way.proved = True
+            self._make_room(self._under_way)
 
     def broke(self) -> None:
         """A loss or gradient is not finite: if that is the first step after a save, the save doesn't count."""
@@ -173,8 +170,11 @@ class Checkpointer:
                 f"step {under_way.step} can't be taken out of {self.folder}",
             )
 
-    def retain(self) -> None:
-        """Removes what `keep_latest_k` lets go."""
+    def _make_room(self, under_way: _UnderWay) -> None:
+        """Removes what `keep_latest_k` lets go once a save is complete and proved sound."""
+        if not under_way.proved or under_way.report is None or not under_way.over or under_way.retained:
+            return
+        under_way.retained = True
         if dist.get_rank() == 0:
             try:
                 folders.retain(self.folder, self.options.keep_latest_k, self._protected)
@@ -312,6 +312,7 @@ class Checkpointer:
         if mistakes:
             self._under_way = None
             raise CheckpointError(mistakes[0])
+        self._make_room(under_way)
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:
@@ -321,11 +322,11 @@ class Checkpointer:
 
     def _check_finite(self, state: dict[str, Any]) -> None:
         names_and_tensors = list(_tensors(state))
-        finite = torch.stack([tensor.isfinite().all().to(self.device) for _, tensor in names_and_tensors])
+        finite = torch.stack([_is_finite(tensor).to(self.device) for _, tensor in names_and_tensors])
         num_bad_ranks = (~finite.all()).to(torch.int32)
         dist.all_reduce(num_bad_ranks)
         if num_bad_ranks.item():
-            here = next((name for name, tensor in names_and_tensors if not tensor.isfinite().all()), None)
+            here = next((name for name, tensor in names_and_tensors if not _is_finite(tensor)), None)
             first = next(name for name in gathered(here, self.group) if name is not None)
             raise NonFiniteError(
                 f"step {self.state.step} made a weight or optimizer state infinite or NaN, first {first}: it is not "
@@ -338,6 +339,13 @@ def checkpoint_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert group is not None
     return group
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Whether all values are, 0-dim. NaN becomes both extremes: they tell in one pass, without a copy as of `abs`."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(tensor.aminmax()).isfinite().all()
 
 
 def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

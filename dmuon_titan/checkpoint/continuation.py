@@ -36,7 +36,6 @@ _SAME_UP_TO_ROUNDING = ("parallelism", "compile", "activation_checkpoint")
 _RUN = {
     "global_batch_size": "sequences in a step",
     "num_ranks": "ranks, whose random state begins anew",
-    "tp_degree": "tensor-parallel ranks",
     "num_threads": "threads a rank",
     "nccl": "NCCL settings",
 }

@@ -23,7 +23,7 @@ class TrainState:
     schedule_start: the step that the learning-rate schedule counts from.
     consumed_samples: the data's one cursor.
     seed, seq_len, data, tokenizer: what the cursor is a cursor of; the last two are hashes.
-    global_batch_size, num_ranks, num_threads, tp_degree, nccl: told in a checkpoint's manifest.
+    global_batch_size, num_ranks, num_threads, nccl: told in a checkpoint's manifest.
     """
 
     seed: int
@@ -33,7 +33,6 @@ class TrainState:
     global_batch_size: int  # sequences
     num_ranks: int
     num_threads: int
-    tp_degree: int = 1
     nccl: str = ""  # NCCL_* variables
     step: int = 0
     consumed_samples: int = 0
@@ -50,7 +49,7 @@ class TrainState:
 
     def run(self) -> dict[str, Any]:
         """What exact repetition depends on beside the configuration."""
-        names = ("global_batch_size", "num_ranks", "num_threads", "tp_degree", "nccl")
+        names = ("global_batch_size", "num_ranks", "num_threads", "nccl")
         return {name: getattr(self, name) for name in names}
 
     def take(self, parts: Mapping[str, Mapping[str, Any]]) -> None:

@@ -70,20 +70,35 @@ def test_torchrun_starts_the_same_program(finished_run: FinishedRun, small_confi
     assert losses(small_config.parent / "run") == losses(finished_run.folder)
 
 
+SAVING = ("--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--training.dataloader.num_workers=2",), SAVING, (*SAVING, "--checkpoint.async_mode=async")],
+    ids=["alone", "readers", "saves", "a save under way"],
+)
 def test_b26_data_that_one_rank_cannot_read_end_the_job(
-    finished_run: FinishedRun, corpus: Path, small_config: Path, start: StartJob
+    flags: tuple[str, ...], finished_run: FinishedRun, corpus: Path, small_config: Path, start: StartJob
 ) -> None:
-    """Only rank 1 reads the broken window, at step 3: its message comes once, and the status says data."""
+    """Only rank 1 reads the broken window, at step 3: its message comes once, and the status says data.
+
+    Nothing of the job lives on, so that with sound data the same command works at once.
+    """
     folder = small_config.parent / "broken"
     shutil.copytree(corpus, folder)
     break_window(folder / "tokens-00000.bin", read_by(finished_run, rank=1, step=3))
-    ended = start("--config", str(small_config), "--training.dataset_path", str(folder)).end(timeout_s=60)
+    ended = start("--config", str(small_config), "--training.dataset_path", str(folder), *flags).end(timeout_s=60)
     assert ended.status == 3, ended.stderr
     (error,) = [line for line in ended.stderr.splitlines() if "error:" in line]
     assert error.startswith("[rank 1] error: ")
     assert str(folder) in error
     assert "Traceback" not in ended.stderr
     assert sorted(losses(small_config.parent / "run")) == [1, 2]
+    if flags:
+        again = start("--config", str(small_config), *flags).end()
+        assert again.status == 0, again.stderr
+        assert losses(small_config.parent / "run") == losses(finished_run.folder)
 
 
 def read_by(run: FinishedRun, *, rank: int, step: int) -> list[int]:

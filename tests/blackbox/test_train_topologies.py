@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -198,7 +197,17 @@ def test_b24_who_updates_what_is_said_once(flavor: str, other_sizes: Runs) -> No
         assert f"{sum(map(math.prod, by_adamw)):,} in {len(by_adamw)} others by AdamW" in line
 
 
-def test_b28_what_is_not_there_yet_is_refused_by_name(refused: Callable[..., list[str]]) -> None:
-    """Of the field case's input: a checkpoint that is saved while training goes on."""
-    (line,) = refused("--checkpoint.async_mode=async", "--checkpoint.enable=true", NPROC_PER_NODE="2")
-    assert line == 'checkpoint.async_mode = "async": not supported yet; legal for now: "disabled"'
+def test_b28_saves_beside_training_hold_the_same(runs: Runs) -> None:
+    """On gloo alone, every step is saved while the next one is made, in both asynchronous modes."""
+    global_batch, flags = TRAININGS["muon"]
+    expected = made(runs, "muon", "shard")
+    for mode in ("async", "async_with_pinned_mem"):
+        batch = ("--training.local_batch_size=1", f"--training.global_batch_size={global_batch}")
+        run = runs.run(f"muon-shard-{mode}", (1, 2), *batch, *flags, "--checkpoint.async_mode", mode)
+        assert run.ended.stderr == ""
+        assert run.steps == expected.steps
+        for step in range(1, NUM_STEPS + 1):
+            assert f"saved step {step} in" in run.ended.stdout
+            saved = tensors_of(run.checkpoint(step))
+            for name, tensor in tensors_of(expected.checkpoint(step)).items():
+                assert torch.equal(saved[name], tensor), name

@@ -203,6 +203,22 @@ def test_the_one_resumed_from_is_kept(tmp_path: Path, ranks: Ranks) -> None:
     assert {"step-0", "step-10", "step-11"} == {name for name in after[after.index("|") :] if name[5:].isdigit()}
 
 
+def keep_two_of_slow_saves(folder: Path) -> list[str]:
+    """No save is complete when the step after it is; the next one waits for it."""
+    saver = checkpointer(folder, checkpoint__keep_latest_k=2, checkpoint__async_mode="async")
+    for step in range(1, 7):
+        saver.state.step = step
+        saver.save()
+        saver.proved()
+    saver.finish()
+    dist.barrier()
+    return names(folder)
+
+
+def test_saves_that_outlast_the_next_step_make_room_too(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(keep_two_of_slow_saves, tmp_path)[0] == ["step-5", "step-6"]
+
+
 def go_back(folder: Path) -> list[tuple[int, list[str]]]:
     """From step 2 of 2, 4, 6: what is the newest, and what is kept of two, after steps 3 and 4 of the second branch."""
     saver = checkpointer(folder)
@@ -465,7 +481,7 @@ def test_what_breaks_exactness_is_said_once(tmp_path: Path, ranks: Ranks) -> Non
     assert "sequences in a step = 16, was 8" in said
     assert "ranks, whose random state begins anew = 2, was 1" in said
     for change, expected in (
-        ({"state": {"tp_degree": 2}}, "tensor-parallel ranks = 2, was 1"),
+        ({"parallelism__tensor_parallel_degree": 2}, "parallelism.tensor_parallel_degree = 2, was 1"),
         ({"state": {"num_threads": 2}}, "threads a rank = 2, was 1"),
         ({"optimizer__lr": 1.0}, "optimizer.lr = 1.0, was 0.0008"),
         ({"lr_scheduler__warmup_steps": 9}, "lr_scheduler.warmup_steps = 9, was 200"),
