@@ -2,7 +2,7 @@
 
 Each round runs `run_train.sh` on two gloo ranks with a save at every second step, sends SIGKILL to the whole job, to
 one worker or to the launcher at a moment uniform over the life of the job, and repeats the command until it ends with
-status 0; one round in four is killed once more on the way. A round fails unless
+status 0; one round in four is killed once more unless it is over by then. A round fails unless
 
 - every start after a kill ends with status 0 and continues from the newest complete checkpoint;
 - there is a complete checkpoint, by its checksums, no older than the last that the job said it had saved;
@@ -198,8 +198,11 @@ class Campaign:
             shutil.rmtree(run.parent)
         _say(f"round {number}: {_told(kill)}")
         if chance.random() < _SHARE_KILLED_AGAIN:
+            newest = newest_complete(run / "checkpoint")
             again = self._attempt(run, mode, chance.choice(KINDS), chance)
-            if again is not None:
+            if again is None:
+                self._compare(run, last_start=newest)
+            else:
                 self.found.num_killed_again += 1
                 _say(f"round {number}: again: {_told(again)}")
         self._finish(run, mode)
