@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,26 @@ class Job:
         """Sends a signal to the process that run_train.sh became, and to no other."""
         self.launcher.send_signal(number)
 
+    def freeze(self) -> dict[int, int | None]:
+        """Stops every process of the job where it is, as long as it may be looked at.
+
+        Returns:
+            Process id -> rank, or None of a process that has none, once all of them stand still.
+        """
+        frozen: dict[int, int | None] = {}
+        while True:
+            found = {pid: _rank(environ) for pid, environ in self._processes()}
+            for pid in found.keys() - frozen.keys():
+                _signal(pid, signal.SIGSTOP)
+            if found == frozen and all(_stands_still(pid) for pid in found):
+                return found
+            frozen = found
+
+    def thaw(self) -> None:
+        """Lets a frozen job go on."""
+        for pid, _ in self._processes():
+            _signal(pid, signal.SIGCONT)
+
     def end(self, *, timeout_s: float = 180) -> Ended:
         """Waits for the end of the job, and makes sure that nothing of it lives on."""
         try:
@@ -90,7 +111,7 @@ class Job:
     def kill(self) -> None:
         """Ends whatever is left, for a test that failed."""
         for pid, _ in self._processes():
-            os.kill(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
         self.launcher.kill()
         self.launcher.wait()
 
@@ -118,3 +139,22 @@ class Job:
             if f"{_TAG}={self._tag}" in environ:
                 found.append((int(folder.name), environ))
         return found
+
+
+def _rank(environ: list[str]) -> int | None:
+    return next((int(entry.removeprefix("RANK=")) for entry in environ if entry.startswith("RANK=")), None)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """To a process that may be gone by now."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether a process that was told to stop has come to do so, or is gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "TtZX"
