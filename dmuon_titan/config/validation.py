@@ -178,7 +178,8 @@ def _checkpoint_mistakes(config: JobConfig) -> Iterator[str]:
             "set checkpoint.initial_load_in_hf = false"
         )
     path = options.initial_load_path
-    if path is not None and not Path(path).is_dir():
+    # A run that has checkpoints of its own doesn't need it any more.
+    if path is not None and not Path(path).is_dir() and not any(Path(options.folder).glob("step-*/manifest.json")):
         yield f"checkpoint.initial_load_path = {to_toml(path)}: no such folder"
 
 

@@ -338,6 +338,14 @@ def test_checkpoint_keys_that_need_one_another(flags: list[str], said: str) -> N
     assert validate(load("--checkpoint.enable=false", *asked), CPU_2) == []
 
 
+def test_what_a_run_started_from_may_be_gone_once_it_has_a_checkpoint(tmp_path: Path) -> None:
+    asked = ["--checkpoint.enable", "--checkpoint.initial_load_path=/none", f"--checkpoint.folder={tmp_path}"]
+    assert len(validate(load(*asked), CPU_2)) == 1
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "manifest.json").touch()
+    assert validate(load(*asked), CPU_2) == []
+
+
 def test_checkpoint_keys_without_effect_are_noted() -> None:
     asked = ["--checkpoint.load_step=3", '--checkpoint.exclude_from_loading=["optimizer"]']
     assert [note for note in notes(load("--checkpoint.enable=false", *asked)) if "checkpoint" in note] == [
