@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dmuon_titan.checkpoint.agreement import first_rank_does, gathered
-from dmuon_titan.checkpoint.folder import Saved, examine, scan
+from dmuon_titan.checkpoint.folder import Saved, examine, recover, scan
 from dmuon_titan.checkpoint.manifest import HUGGING_FACE, store
 from dmuon_titan.checkpoint.saving import dealt
 from dmuon_titan.config.schema import Checkpoint
@@ -38,7 +38,12 @@ def find_start(options: Checkpoint, num_steps: int, group: dist.ProcessGroup) ->
         CheckpointError: what was asked for isn't there, isn't complete, or is broken; the same on all ranks.
     """
     folder = Path(options.folder)
-    complete, others = first_rank_does(lambda: scan(folder), group, f"checkpoint.folder = {folder}")
+
+    def look() -> tuple[list[Saved], dict[str, str]]:
+        recover(folder)
+        return scan(folder)
+
+    complete, others = first_rank_does(look, group, f"checkpoint.folder = {folder}")
     if dist.get_rank() == 0 and others:
         listed = "; ".join(f"{name} ({reason})" for name, reason in others.items())
         logger.warning(f"not taken for checkpoints, left alone in {folder}: {listed}")

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon_titan.checkpoint.manifest import FULL, Manifest, missing_or_short, read_manifest, sync_folder
+from dmuon_titan.checkpoint.manifest import NAME as MANIFEST
 from dmuon_titan.console import logger
 from dmuon_titan.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)")
 # Tells a save of ours that was cut off from a folder that merely has such a name.
 _UNFINISHED = ".unfinished"
-_REMOVING, _NOT_FINITE = ".removing", ".not-finite"
+_WRITING, _REMOVING, _REPLACED, _NOT_FINITE = ".tmp", ".removing", ".replaced", ".not-finite"
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,13 @@ def examine(path: Path) -> Saved:
 
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into: files of an earlier try would count as part of it. Raises OSError."""
-    path = folder / f"step-{step}.tmp"
+    path = folder / f"step-{step}{_WRITING}"
     folder.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        logger.info(f"replacing {path}, which was never completed")
+    if (path / _UNFINISHED).exists():
+        logger.info(f"replacing {path}, a save that was cut off")
         shutil.rmtree(path)
+    elif path.exists():
+        _put_aside(path, _REPLACED)
     path.mkdir()
     (path / _UNFINISHED).touch()
     return path
@@ -91,19 +94,27 @@ def begin(folder: Path, step: int) -> Path:
 
 def publish(path: Path, manifest: Manifest) -> Path:
     """Completes what lies in step-N.tmp, a save that `begin` has begun: from now on it counts. Raises OSError."""
-    final = path.with_name(path.name.removesuffix(".tmp"))
+    final = path.with_name(path.name.removesuffix(_WRITING))
     manifest.write(path)
-    (path / _UNFINISHED).unlink(missing_ok=True)
     if final.exists():
-        # From an earlier run, or never complete: put aside rather than lost while the new one takes its name.
-        aside = final.with_name(final.name + ".replaced")
-        if aside.exists():
-            shutil.rmtree(aside)
-        final.rename(aside)
-        logger.warning(f"{final} was there already and is now {aside.name}")
+        _put_aside(final, _REPLACED)  # an earlier run's, or never complete
     path.rename(final)
     sync_folder(final.parent)
+    (final / _UNFINISHED).unlink(missing_ok=True)
     return final
+
+
+def recover(folder: Path) -> None:
+    """Gives a checkpoint its name back where a kill came between its being put aside and its successor's taking over.
+
+    Raises OSError.
+    """
+    for aside in folder.glob(f"step-*{_REPLACED}"):
+        final = aside.with_name(aside.name.removesuffix(_REPLACED))
+        successor = final.with_name(final.name + _WRITING)
+        if not final.exists() and (successor / MANIFEST).exists():
+            logger.info(f"{aside} is {final.name} again: what was to replace it was cut off")
+            aside.rename(final)
 
 
 def give_up(path: Path) -> None:
@@ -113,14 +124,21 @@ def give_up(path: Path) -> None:
 
 
 def condemn(folder: Path, step: int) -> None:
-    """Takes a checkpoint whose weights proved broken out of the count, without losing it."""
+    """Takes a checkpoint whose weights proved broken out of the count, without losing it. Raises OSError."""
     path = folder / f"step-{step}"
     if path.exists():
-        aside = path.with_name(path.name + _NOT_FINITE)
-        if aside.exists():
-            shutil.rmtree(aside)
-        path.rename(aside)
-        logger.warning(f"{path} holds weights whose next loss or gradient is not finite; it is now {aside.name}")
+        aside = _put_aside(path, _NOT_FINITE)
+        logger.warning(f"{aside}: the loss or gradient of the next step is not finite, so it doesn't count")
+
+
+def _put_aside(path: Path, suffix: str) -> Path:
+    """Rather than lost; what was put there before goes. Raises OSError."""
+    aside = path.with_name(path.name + suffix)
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+    logger.warning(f"{path} is now {aside.name}")
+    return aside
 
 
 def next_sequence(folder: Path) -> int:
@@ -133,7 +151,7 @@ def retain(folder: Path, num_kept: int, protected: Collection[Path]) -> None:
 
     The newest and `protected` ones stay in any case, and so does what this program didn't write.
     """
-    leftovers = [path for path in folder.glob("step-*.tmp") if (path / _UNFINISHED).exists()]
+    leftovers = [path for path in folder.glob(f"step-*{_WRITING}") if (path / _UNFINISHED).exists()]
     for path in leftovers:
         logger.info(f"removing {path}, a save that was cut off")
         shutil.rmtree(path, ignore_errors=True)

@@ -267,6 +267,20 @@ def test_b05_files_of_an_earlier_run_never_mix_with_a_new_save(tmp_path: Path, r
     assert (tmp_path / "step-4.replaced" / "manifest.json").is_file()
 
 
+def test_b05_a_kill_between_two_names_loses_neither(tmp_path: Path, ranks: Ranks) -> None:
+    """The old checkpoint is put aside and the new one has not its name yet: the old one is found, and goes on."""
+    ranks(2).run(save_twice, tmp_path)
+    (tmp_path / "step-4").rename(tmp_path / "step-4.replaced")
+    shutil.copytree(tmp_path / "step-4.replaced", tmp_path / "step-4.tmp")
+    (tmp_path / "step-4.tmp" / ".unfinished").touch()
+    assert [name for name, _ in ranks(2).run(look, tmp_path)] == ["step-4"] * 2
+    assert names(tmp_path) == ["step-4", "step-4.tmp"]
+    # Without a successor it was put aside for good.
+    (tmp_path / "step-4").rename(tmp_path / "step-4.replaced")
+    shutil.rmtree(tmp_path / "step-4.tmp")
+    assert [name for name, _ in ranks(2).run(look, tmp_path)] == ["nothing"] * 2
+
+
 def damage(checkpoint: Path, how: str) -> None:
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
