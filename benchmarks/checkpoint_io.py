@@ -108,10 +108,14 @@ class Job:
 
 
 class OneProcess:
-    """The same tensors, whole, in one process; on rank 0, while the others wait."""
+    """The same tensors, whole, in one process; on rank 0, while the others wait.
+
+    Two files are kept, as of checkpoints: memory that a file has just left is quicker to fill than any other.
+    """
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
-        self.path = folder / "one-process.pt"
+        self.folder, self.paths = folder / "one-process", [folder / "one-process" / f"{name}.pt" for name in "abc"]
+        self.folder.mkdir(exist_ok=True)
         self.tensors: dict[str, Tensor] = {}
         if dist.get_rank() == 0:
             entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
@@ -130,21 +134,24 @@ class OneProcess:
         return alone(self._load)
 
     def _save(self) -> float:
-        self.path.unlink(missing_ok=True)
+        path = self.paths[-1]
         begin_s = time.perf_counter()
-        with self.path.open("wb") as stream:
+        with path.open("wb") as stream:
             torch.save(self.tensors, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        sync_folder(self.path.parent)
-        store(self.path)
-        return time.perf_counter() - begin_s
+        sync_folder(self.folder)
+        store(path)
+        duration_s = time.perf_counter() - begin_s
+        self.paths = [path, *self.paths[:-1]]
+        self.paths[-1].unlink(missing_ok=True)
+        return duration_s
 
     def _load(self) -> float:
-        drop_from_cache(self.path)
+        drop_from_cache(self.paths[0])
         begin_s = time.perf_counter()
-        store(self.path)
-        torch.load(self.path)
+        store(self.paths[0])
+        torch.load(self.paths[0])
         return time.perf_counter() - begin_s
 
 
