@@ -19,6 +19,7 @@ CALL_TIMEOUT_S = 300
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.disable()
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp
@@ -27,6 +28,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there now stays, and need not be looked at after every call
+    gc.enable()
     for call in itertools.count():
         dist.init_process_group("gloo", init_method=f"file://{store}-{call}", rank=rank, world_size=world_size)
         try:
