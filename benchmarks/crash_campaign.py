@@ -442,7 +442,7 @@ def _counts(values: list[str], names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _told(kill: Kill) -> str:
-    return f"{kill.mode}, {kill.kind} killed at {kill.moment_s:.2f} s, {kill.phase}, gone after {kill.gone_s:.2f} s"
+    return f"{kill.mode}, {kill.kind} met at {kill.moment_s:.2f} s, {kill.phase}, gone after {kill.gone_s:.2f} s"
 
 
 def _say(text: str) -> None:

@@ -66,6 +66,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, help="file to which the JSON line is written too")
     arguments = parser.parse_args()
+    # A shell has its background jobs ignore SIGINT, and theirs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="signal-campaign-"))
     begin_s = time.monotonic()
     campaign = SignalCampaign(folder, arguments.steps, arguments.seed)
