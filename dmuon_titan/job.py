@@ -106,6 +106,11 @@ def _train(
         assert trainer.checkpointer is not None
         phases.begin("loading")
         trainer.checkpointer.load(start)
+        if state.step >= config.training.steps:
+            raise ConfigError(
+                f"training.steps = {config.training.steps}: {start.path} is step {state.step} already; raise "
+                "training.steps, or load the weights alone by checkpoint.initial_load_model_only = true"
+            )
         logger.info(f"continuing after step {state.step}, from {start.path}")
     elif weights is not None:
         logger.info(f"starting with the weights of {config.checkpoint.initial_load_path}")

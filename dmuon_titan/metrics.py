@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ import torch
 
 from dmuon_titan.config.schema import JobConfig
 from dmuon_titan.console import StatusLine, logger, progress_text
+from dmuon_titan.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -174,7 +175,8 @@ class Metrics:
     def close(self) -> None:
         self.status_line.close()
         for writer in self._writers:
-            writer.close()
+            with suppress(OSError):  # of a record that could not be written
+                writer.close()
 
     def _reset(self, step: int | None = None) -> None:
         self._num_tokens = 0
@@ -186,7 +188,13 @@ class Metrics:
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         for writer in self._writers:
-            writer.write(step, values)
+            try:
+                writer.write(step, values)
+            except OSError as error:
+                raise CheckpointError(
+                    f"step {step} can't be recorded in job.dump_folder: {error.strerror}; make room, then the same "
+                    "command goes on from the newest checkpoint"
+                ) from None
 
     def _memory(self) -> tuple[str, int, str]:
         """(metric name, bytes, share of the device as text) of the peak since the last logged step."""
@@ -211,8 +219,12 @@ def forget_after(dump_folder: Path, step: int) -> None:
         if path.exists():
             kept = [line + b"\n" for line in path.read_bytes().split(b"\n") if _is_until(line, step)]
             partial = path.with_name(path.name + ".tmp")
-            partial.write_bytes(b"".join(kept))
-            os.replace(partial, path)
+            try:
+                partial.write_bytes(b"".join(kept))
+                os.replace(partial, path)
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                raise CheckpointError(f"{path} can't be written: {error.strerror}") from None
 
 
 def _is_until(line: bytes, step: int) -> bool:

@@ -48,9 +48,10 @@ def lock_folders(config: JobConfig) -> list[BinaryIO]:
     """
     locks = []
     for key, folder in _written_folders(config).items():
-        inside = key == "job.dump_folder"  # nothing but checkpoints lies in the other
-        name = ".lock" if inside else f".{Path(folder).name}.lock"
-        locks.append(lock((Path(folder) if inside else Path(folder).parent) / name, f'{key} = "{folder}"'))
+        path = Path(folder).resolve()  # whatever links lead there
+        # Nothing but checkpoints lies in their folder.
+        file = path / ".lock" if key == "job.dump_folder" else path.with_name(f".{path.name}.lock")
+        locks.append(lock(file, f'{key} = "{folder}"'))
     return locks
 
 

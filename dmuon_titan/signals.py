@@ -91,9 +91,14 @@ class StopWatcher:
             self._leave(status, reason)
 
 
+def ignore_stop_signals(_: object = None) -> None:
+    """For readers of data, which work until their parent lets them go: torch gives each a handler of its own."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _forget() -> None:
     """A forked reader of data shares the pipe, and a signal to all processes of a job is not for it: it works until
     its parent lets it go."""
     signal.set_wakeup_fd(-1)
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()

@@ -35,6 +35,9 @@ while true; do
     status=$?
     kill -0 "$tasks" 2>/dev/null || break
 done
+wait "$tasks" # the signal may have come as they ended
+last=$?
+[ "$last" -eq 127 ] || status=$last
 if [ "$status" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

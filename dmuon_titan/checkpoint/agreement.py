@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dmuon_titan.errors import CheckpointError
+from dmuon_titan.errors import CheckpointError, TitanError
 
 T = TypeVar("T")
 
@@ -33,6 +33,13 @@ def agree(mistake: str | None, group: dist.ProcessGroup, what: str) -> None:
         raise CheckpointError(f"{what}: {told(ranks)}")
 
 
+def reason(error: Exception) -> str:
+    """An error in words: what the system has against which file, or the message of one of ours."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
+
+
 def told(ranks: dict[str, list[str]]) -> str:
     """Each mistake once, with the ranks that met it."""
     return "; ".join(f"rank{'s' * (len(met) > 1)} {', '.join(met)}: {text}" for text, met in ranks.items())
@@ -42,16 +49,14 @@ def first_rank_does(action: Callable[[], T], group: dist.ProcessGroup, what: str
     """Has rank 0 do something with files and tells all ranks the outcome.
 
     Raises:
-        CheckpointError: "{what}: ..." on all ranks, where rank 0 met an OSError or CheckpointError.
+        CheckpointError: "{what}: ..." on all ranks, where rank 0 met an error.
     """
     outcome: list[tuple[T | None, str | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
             outcome = [(action(), None)]
-        except OSError as error:
-            outcome = [(None, f"{error.filename or ''}: {error.strerror}".removeprefix(": "))]
-        except CheckpointError as error:
-            outcome = [(None, str(error))]
+        except Exception as error:  # whatever it is: the others wait for it
+            outcome = [(None, reason(error))]
     dist.broadcast_object_list(outcome, group=group, group_src=0)
     result, mistake = outcome[0]
     if mistake is not None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.parameter import local
 from dmuon_titan.checkpoint import folder as folders
 from dmuon_titan.checkpoint.agreement import first_rank_does, gathered
 from dmuon_titan.checkpoint.continuation import (
@@ -96,7 +97,9 @@ class Checkpointer:
         self._ranks = init_device_mesh("cpu", (dist.get_world_size(),))
         self._under_way: _UnderWay | None = None
         self._protected: list[Path] = []
+        self._resumed = False
         self._saved_s = time.monotonic()
+        self._exported_dtype = torch.float32
         self._copies = StateCopies(kept=self.options.async_mode == "async_with_pinned_mem")
 
     def due(self) -> bool:
@@ -137,7 +140,7 @@ class Checkpointer:
                 target=self._save, args=(under_way, copy, draft, begin_s), name="checkpoint", daemon=True
             )
             under_way.thread.start()
-        if last or wait:  # there is no next step
+        if last:  # there is no next step
             self.proved()
 
     def finish(self) -> None:
@@ -155,6 +158,9 @@ class Checkpointer:
         if self._under_way is not None:
             self._under_way.proved = True
             self._make_room(self._under_way)
+        elif self._resumed:  # from what a signal had saved, perhaps, which no step had proved then
+            self._resumed = False
+            self._remove_old()
 
     def broke(self) -> None:
         """A loss or gradient is not finite: if that is the first step after a save, the save doesn't count."""
@@ -175,6 +181,9 @@ class Checkpointer:
         if not under_way.proved or under_way.report is None or not under_way.over or under_way.retained:
             return
         under_way.retained = True
+        self._remove_old()
+
+    def _remove_old(self) -> None:
         if dist.get_rank() == 0:
             try:
                 folders.retain(self.folder, self.options.keep_latest_k, self._protected)
@@ -215,33 +224,56 @@ class Checkpointer:
         if same:
             restore_random_state(own_random_state(random), self.device)
         self.state.take(parts)
-        if SCHEDULE in excluded:
-            self.state.schedule_start = self.state.step
+        begun = self.state.step if SCHEDULE in excluded else self.state.schedule_start
+        self.state.schedule_start = min(begun, self.state.step)
         if start.own:
             self._protected.append(path)
+            self._resumed = True
         if dist.get_rank() == 0:
             describe_changes(start.saved, self.config, self.state, excluded)
 
     def _excluded(self, start: Start) -> frozenset[str]:
         options = self.options
+        asked = frozenset(options.exclude_from_loading)
         if not start.own and options.initial_load_model_only:
-            return frozenset({OPTIMIZER, TRAIN_STATE, SCHEDULE, DATA})
+            return asked | {OPTIMIZER, TRAIN_STATE, SCHEDULE, DATA}
         if not start.saved.full:
             raise CheckpointError(
                 f"{start.path} holds weights only: set checkpoint.initial_load_model_only = true, or name a full one"
             )
         made_under = start.saved.manifest.config.get("checkpoint.exclude_from_loading", [])
-        if start.own and list(made_under) == list(options.exclude_from_loading):
-            return frozenset()  # saved by this very run, which has left those parts out when it began
-        return frozenset(options.exclude_from_loading)
+        if start.own and asked == set(made_under):
+            # Saved by this very run, which has left those parts out when it began.
+            return asked & {DATA} if self._has_other_data(start.path) else frozenset()
+        return asked
+
+    def _has_other_data(self, path: Path) -> bool:
+        data = {DATA: {"data": ""}}
+        self._read(path, data)
+        return data[DATA]["data"] != self.state.data
 
     def _state(self, weights_only: bool) -> dict[str, Any]:
         if weights_only:
             weights = dmuon.get_state_dict(self.model)[MODEL]
-            dtype = getattr(torch, self.options.export_dtype)
+            self._check_finite({MODEL: weights})
+            self._exported_dtype = dtype = self._export_dtype(weights)
             return {MODEL: {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}}
         state = dmuon.get_state_dict(self.model, self.optimizer)
         return {**state, **self.state.parts(), RANDOM: self._random_state()}
+
+    def _export_dtype(self, weights: dict[str, Tensor]) -> torch.dtype:
+        """The format that is asked for; float32 if a weight is too large for it: better than no weights at all."""
+        dtype: torch.dtype = getattr(torch, self.options.export_dtype)
+        largest = [local(weight).abs().amax() for weight in weights.values() if local(weight).numel()]
+        fits = all(weight.to(dtype).isfinite().item() for weight in largest)
+        if all(gathered(fits, self.group)):
+            return dtype
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"checkpoint.export_dtype = {self.options.export_dtype}: a weight of step {self.state.step} is too "
+                "large for it; saved in float32"
+            )
+        return torch.float32
 
     def _random_state(self) -> dict[str, Tensor]:
         return stacked_random_state(self.device, self._ranks)
@@ -287,7 +319,7 @@ class Checkpointer:
             written,
             output,
             self.size,
-            dtype=getattr(torch, self.options.export_dtype),
+            dtype=self._exported_dtype,
             bos_id=tokenizer.bos_id if tokenizer else None,
             eos_id=tokenizer.eos_id if tokenizer else None,
             rank=dist.get_rank(),

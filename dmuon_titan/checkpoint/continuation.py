@@ -33,6 +33,7 @@ _NOTHING = (
 )
 _SCHEDULE = {"training.steps", *(key for key in KEYS if key.startswith("lr_scheduler."))}
 _SAME_UP_TO_ROUNDING = ("parallelism", "compile", "activation_checkpoint")
+_NUM_COMPARED = 10_000  # steps of a schedule, evenly spread: a change moves all of warm-up or decay
 _RUN = {
     "global_batch_size": "sequences in a step",
     "num_ranks": "ranks, whose random state begins anew",
@@ -127,7 +128,8 @@ def _rates_differ(saved: Saved, config: JobConfig) -> bool:
     then = build({key: value for key, value in saved.manifest.config.items() if key in _SCHEDULE})
     num_steps = min(then.training.steps, config.training.steps)
     before, now = (build_schedule(each.lr_scheduler, each.training.steps) for each in (then, config))
-    return any(before(step) != now(step) for step in range(saved.step + 1, num_steps + 1))
+    stride = max(1, (num_steps - saved.step) // _NUM_COMPARED)
+    return any(before(step) != now(step) for step in range(saved.step + 1, num_steps + 1, stride))
 
 
 def _shown(value: Any) -> str:

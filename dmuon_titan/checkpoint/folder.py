@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -78,14 +79,19 @@ def examine(path: Path) -> Saved:
     return Saved(path, manifest)
 
 
+def is_used(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, and something in it: not what a run without any would find."""
+    return _STEP.fullmatch(path.name) is not None and path.is_dir() and any(path.iterdir())
+
+
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into: files of an earlier try would count as part of it. Raises OSError."""
     path = folder / f"step-{step}{_WRITING}"
-    folder.mkdir(parents=True, exist_ok=True)
+    # The folder was there when the job began: if it is gone, so may be the disk that it was on.
     if (path / _UNFINISHED).exists():
         logger.info(f"replacing {path}, a save that was cut off")
         shutil.rmtree(path)
-    elif path.exists():
+    elif os.path.lexists(path):
         _put_aside(path, _REPLACED)
     path.mkdir()
     (path / _UNFINISHED).touch()
@@ -96,7 +102,7 @@ def publish(path: Path, manifest: Manifest) -> Path:
     """Completes what lies in step-N.tmp, a save that `begin` has begun: from now on it counts. Raises OSError."""
     final = path.with_name(path.name.removesuffix(_WRITING))
     manifest.write(path)
-    if final.exists():
+    if os.path.lexists(final):
         _put_aside(final, _REPLACED)  # an earlier run's, or never complete
     path.rename(final)
     sync_folder(final.parent)
@@ -134,11 +140,19 @@ def condemn(folder: Path, step: int) -> None:
 def _put_aside(path: Path, suffix: str) -> Path:
     """Rather than lost; what was put there before goes. Raises OSError."""
     aside = path.with_name(path.name + suffix)
-    if aside.exists():
-        shutil.rmtree(aside)
+    if os.path.lexists(aside):
+        _remove(aside)
     path.rename(aside)
     logger.warning(f"{path} is now {aside.name}")
     return aside
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it, or a file or link by itself. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def next_sequence(folder: Path) -> int:
@@ -156,7 +170,8 @@ def retain(folder: Path, num_kept: int, protected: Collection[Path]) -> None:
         logger.info(f"removing {path}, a save that was cut off")
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"step-*{_REMOVING}"):
-        shutil.rmtree(path, ignore_errors=True)
+        if _STEP.fullmatch(path.name.removesuffix(_REMOVING)):
+            _remove(path)
     if num_kept == 0:
         return
     full = [saved.path for saved in scan(folder)[0] if saved.full]
@@ -165,4 +180,4 @@ def retain(folder: Path, num_kept: int, protected: Collection[Path]) -> None:
             # Renamed first: a checkpoint half deleted must not look complete.
             removing = path.with_name(path.name + _REMOVING)
             path.rename(removing)
-            shutil.rmtree(removing, ignore_errors=True)
+            _remove(removing)

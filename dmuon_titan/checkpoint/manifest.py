@@ -86,11 +86,29 @@ def read_manifest(folder: Path) -> Manifest:
         if version != VERSION:
             raise CheckpointError(f"{path} is of version {version}, this program reads {VERSION}")
         files = {name: StoredFile(**entry) for name, entry in found.pop("files").items()}
-        return Manifest(files=files, **found)
+        manifest = Manifest(files=files, **found)
+        _check_types(manifest)
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {NAME}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raises ValueError where a value is none that this program writes."""
+    legal = {"kind": (FULL, WEIGHTS_ONLY), "layout": (DCP, HUGGING_FACE)}
+    for name, values in legal.items():
+        if getattr(manifest, name) not in values:
+            raise ValueError(f"{name} = {getattr(manifest, name)!r}")
+    sizes = [number for file in manifest.files.values() for number in (file.size, file.crc32)]
+    if not all(type(number) is int and number >= 0 for number in (manifest.step, manifest.sequence, *sizes)):
+        raise ValueError("a step, sequence, size or checksum is no whole number")
+    for name in ("model", "config", "run", "versions"):
+        if not isinstance(getattr(manifest, name), dict):
+            raise ValueError(f"{name} is no table")
+    if not manifest.files:
+        raise ValueError("it lists no files")
 
 
 def store(path: Path) -> StoredFile:

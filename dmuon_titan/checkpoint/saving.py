@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dmuon_titan.checkpoint.agreement import agree, first_rank_does, gathered, told
+from dmuon_titan.checkpoint.agreement import agree, first_rank_does, gathered, reason, told
 from dmuon_titan.checkpoint.folder import begin, give_up, next_sequence, publish
 from dmuon_titan.checkpoint.manifest import Manifest, StoredFile, store
 from dmuon_titan.errors import CheckpointError
@@ -83,9 +83,9 @@ def _write(path: Path, state: dict[str, Any], group: dist.ProcessGroup, what: st
     if mistake is not None:
         # torch's writer says "unexpected pos": the system is asked again for what it has against this rank's file.
         reasons: dict[str, list[str]] = {}
-        for rank, reason in enumerate(gathered(_why_not_writable(path), group)):
-            if reason is not None:
-                reasons.setdefault(reason, []).append(str(rank))
+        for rank, why in enumerate(gathered(_why_not_writable(path), group)):
+            if why is not None:
+                reasons.setdefault(why, []).append(str(rank))
         raise CheckpointError(f"{what}: {told(reasons) or mistake}")
 
 
@@ -96,10 +96,8 @@ def _write_exported(path: Path, state: dict[str, Any], group: dist.ProcessGroup,
     mistake = None
     try:
         export(beside, path)
-    except OSError as error:
-        mistake = f"{error.filename}: {error.strerror}"
-    except CheckpointError as error:
-        mistake = str(error)
+    except (OSError, CheckpointError) as error:
+        mistake = reason(error)
     agree(mistake, group, what)
     first_rank_does(lambda: shutil.rmtree(beside), group, what)
 
@@ -114,7 +112,7 @@ def _why_not_writable(path: Path) -> str | None:
             stream.flush()
     except OSError as error:
         there = next(folder for folder in file.parents if folder.exists())
-        return f"{error.strerror}: {file} ({shutil.disk_usage(there).free >> 20} MiB are free on that disk)"
+        return f"{error.strerror or error}: {file} ({shutil.disk_usage(there).free >> 20} MiB are free on that disk)"
     return None
 
 
@@ -128,7 +126,7 @@ def _verify(path: Path, group: dist.ProcessGroup, what: str) -> dict[str, Stored
     try:
         found = {name: store(path / name) for name in mine}
     except OSError as error:
-        mistake = f"{error.filename}: {error.strerror}"
+        mistake = reason(error)
     agree(mistake, group, what)
     files = {name: file for part in gathered(found, group) for name, file in part.items()}
     if _METADATA in files:

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.errors import DataError
+from dmuon_titan.signals import ignore_stop_signals
 
 
 class Sample(NamedTuple):
@@ -151,6 +152,7 @@ def build_loader(
             batch_sampler=sampler,
             num_workers=num_workers,
             collate_fn=_as_fetched,
+            worker_init_fn=ignore_stop_signals,
             # Without one of its own the loader draws from torch's global generator, whose state the trainer saves.
             generator=torch.Generator(),
         )

@@ -32,6 +32,19 @@ def test_b25_stopped_jobs_save_and_continue(small_config: Path, start: StartJob)
     assert len(list((run / "checkpoint").iterdir())) == 2
 
 
+def test_b25_all_processes_are_stopped(small_config: Path, start: StartJob) -> None:
+    """SIGTERM to launcher, workers and readers of data, as a scheduler sends it that knows of processes only."""
+    job = start("--config", str(small_config), *ENDLESS, "--training.dataloader.num_workers=1")
+    job.wait_for(r"step: +3 ")
+    for pid in job.freeze():
+        os.kill(pid, signal.SIGTERM)
+    job.thaw()
+    ended = job.end(timeout_s=30)
+    assert (ended.status, ended.stderr) == (75, "")
+    run = small_config.parent / "run"
+    assert (run / "checkpoint" / f"step-{max(losses(run))}").is_dir()
+
+
 def test_b25_one_worker_is_stopped(small_config: Path, start: StartJob) -> None:
     """SIGTERM to rank 1 alone stops all ranks at the same step."""
     job = start("--config", str(small_config), *ENDLESS)

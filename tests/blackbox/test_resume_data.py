@@ -87,6 +87,19 @@ def test_b01_other_ranks_go_on_with_the_same_samples(before: str, then: str, run
         assert loss == pytest.approx(reference.steps[step][0], abs=1e-5), f"step {step}"
 
 
+def test_a_branch_of_steps_that_are_made_is_refused(runs: Runs) -> None:
+    reference = runs.run("b01-one", MESHES["one"], *TWELVE)
+    start = (
+        "--checkpoint.initial_load_path",
+        str(reference.checkpoint(12)),
+        "--checkpoint.initial_load_model_only=false",
+    )
+    (line,) = runs.run("branch", (1, 1), *TWELVE, *start, status=2).ended.stderr.splitlines()
+    assert line.startswith(f"error: training.steps = 12: {reference.checkpoint(12)} is step 12 already; raise ")
+    branch = runs.again("branch", (1, 1), *TWELVE, *start, "--training.steps=13")
+    assert sorted(branch.steps) == [13]
+
+
 def test_b01_a_batch_that_only_ranks_determine_is_not_changed_silently(runs: Runs) -> None:
     """Nothing is trained, and the line has both ways on, which work."""
     flags = ("--training.local_batch_size=2", "--training.dataset_path=data", "--training.steps=2")

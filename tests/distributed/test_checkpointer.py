@@ -52,6 +52,7 @@ def checkpointer(
             **{name.replace("__", "."): value for name, value in options.items()},
         }
     )
+    folder.mkdir(parents=True, exist_ok=True)  # as a job does before it begins
     model, _ = build_model(config, size, build_mesh(CPU, (1, dist.get_world_size(), 1)))
     optimizer = build_optimizer(config.optimizer, model)
     known = {"seed": 0, "seq_len": 32, "data": "d", "tokenizer": "t", "global_batch_size": 8, "num_threads": 1}
@@ -295,6 +296,9 @@ def damage(checkpoint: Path, how: str) -> None:
         (checkpoint / "manifest.json").unlink()
     elif how == "torn manifest":
         (checkpoint / "manifest.json").write_bytes((checkpoint / "manifest.json").read_bytes()[:100])
+    elif how == "wrong types":
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "sequence": "x"}))
     elif how == "metadata flipped":
         metadata = checkpoint / ".metadata"
         content = bytearray(metadata.read_bytes())
@@ -302,14 +306,14 @@ def damage(checkpoint: Path, how: str) -> None:
         metadata.write_bytes(content)
 
 
-DAMAGES = ("flipped", "metadata flipped", "short", "missing", "no manifest", "torn manifest")
+DAMAGES = ("flipped", "metadata flipped", "short", "missing", "no manifest", "torn manifest", "wrong types")
 
 
-def look(folder: Path, load_step: int = -1) -> tuple[str, str]:
+def look(folder: Path, load_step: int = -1, num_steps: int = 1000) -> tuple[str, str]:
     """The name of what is found, or the refusal, and what was said."""
     with heard() as records:
         try:
-            start = found(folder, load_step=load_step)
+            start = found(folder, load_step=load_step, num_steps=num_steps)
         except CheckpointError as mistake:
             return str(mistake), ""
     return start.path.name if start is not None else "nothing", "\n".join(records)
@@ -326,11 +330,43 @@ def test_b05_what_is_damaged_is_named_and_passed_over(how: str, tmp_path: Path, 
     (name, said), (other, _) = ranks(2).run(look, tmp_path)
     assert name == other == "step-4"
     assert "step-8" in said
+    assert ranks(2).run(look, tmp_path, -1, 8)[0][0] == "step-4", "the run is not finished: its last step is lost"
     # Asked for by name it is refused instead.
     for refusal, _ in ranks(2).run(look, tmp_path, 8):
         assert "checkpoint.load_step = 8" in refusal
         assert "step-4" in refusal or "is broken: " in refusal
     assert (tmp_path / "step-8").is_dir()
+
+
+def test_where_nothing_can_be_used_the_run_does_not_begin_anew(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save_twice, tmp_path)
+    (tmp_path / "step-8").mkdir()
+    damage(tmp_path / "step-4", "flipped")
+    for refusal, _ in ranks(2).run(look, tmp_path):
+        assert refusal.startswith(f"none of the checkpoints in {tmp_path} can be used (step-4): repair one")
+    shutil.rmtree(tmp_path / "step-4")
+    assert [name for name, _ in ranks(2).run(look, tmp_path)] == ["nothing"] * 2, "an empty folder is nothing lost"
+
+
+def go_back_by_configuration(folder: Path) -> list[str]:
+    """Where a job with `load_step` starts: at first, once it has saved since, and when it has saved its last step."""
+    saver = checkpointer(folder)
+    for step in (2, 4, 6):
+        saver.state.step = step
+        saver.save(wait=True)
+    starts = [look(folder, 2, 6)[0]]
+    again = checkpointer(folder, checkpoint__load_step=2)
+    load(again, 2)
+    for step in (3, 5, 6):
+        again.state.step = step
+        again.save(wait=True)
+        starts.append(look(folder, 2, 6)[0])
+    return starts
+
+
+def test_a_job_that_goes_back_does_so_once(tmp_path: Path, ranks: Ranks) -> None:
+    """Started again, by a scheduler for one, it goes on; finished, it is asked for anew."""
+    assert ranks(2).run(go_back_by_configuration, tmp_path)[0] == ["step-2", "step-3", "step-5", "step-2"]
 
 
 @contextlib.contextmanager
@@ -384,6 +420,10 @@ def save_into_what_vanishes(folder: Path) -> list[str]:
     if dist.get_rank() == 0:
         folder.unlink()
     dist.barrier()
+    said.append(refusal_of(saver.save))  # nothing is there: no folder is made where a disk may be missing
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
     with pytest.MonkeyPatch.context() as changes:
         if dist.get_rank() == 0:  # what an operator's rm does in that moment
 
@@ -393,8 +433,9 @@ def save_into_what_vanishes(folder: Path) -> list[str]:
 
             changes.setattr("dmuon_titan.checkpoint.saving.store", lost)
         said.append(refusal_of(saver.save))
+    folder.mkdir(exist_ok=True)
     dist.barrier()
-    saver.save(wait=True)  # and the next one makes the folder anew
+    saver.save(wait=True)
     assert names(folder) == ["step-5"]
     return said
 
@@ -425,9 +466,7 @@ DEEP = LlamaSize(64, 3, 4, 2, 256, None, 16, 10000.0)
 
 
 def load_another(folder: Path, change: dict[str, Any]) -> str:
-    if not folder.exists():
-        checkpointer(folder).save(wait=True)
-    dist.barrier()
+    checkpointer(folder).save(wait=True)
     return refusal_of(lambda: load(checkpointer(folder, **change), 0))
 
 
@@ -582,6 +621,36 @@ def test_weights_alone_are_never_taken_for_a_full_checkpoint(dtype: str, tmp_pat
         assert "holds weights only: set checkpoint.initial_load_model_only = true" in refused
         assert asked.endswith("step-2 holds weights only")
         assert all(key.startswith("model.") for key in keys)
+
+
+def too_large_weights(folder: Path) -> list[str]:
+    saver = checkpointer(folder, checkpoint__last_save_model_only=True, checkpoint__export_dtype="float16")
+    if dist.get_rank() == 1:
+        next(iter(saver.model.parameters())).detach().to_local().view(-1)[0] = 1e6  # type: ignore[attr-defined]
+    with heard() as records:
+        saver.save(last=True)
+    stored = dcp.FileSystemReader(folder / "step-0").read_metadata().state_dict_metadata
+    assert {entry.properties.dtype for entry in stored.values()} == {torch.float32}  # type: ignore[union-attr]
+    return records
+
+
+def test_weights_too_large_for_their_format_are_saved_all_the_same(tmp_path: Path, ranks: Ranks) -> None:
+    (said,), none = ranks(2).run(too_large_weights, tmp_path)
+    assert said.startswith("checkpoint.export_dtype = float16: a weight of step 0 is too large for it")
+    assert none == []
+
+
+def schedule_without_steps(folder: Path) -> int:
+    saver = checkpointer(folder, state={"step": 5, "schedule_start": 4})
+    saver.save(wait=True)
+    loader = checkpointer(folder, checkpoint__exclude_from_loading=("train_state",))
+    load(loader, 5)
+    assert loader.state.step == 0
+    return loader.state.schedule_start
+
+
+def test_a_schedule_never_begins_after_the_steps_made(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(schedule_without_steps, tmp_path) == [0, 0]
 
 
 def test_what_failed_alike_on_several_ranks_is_said_once() -> None:

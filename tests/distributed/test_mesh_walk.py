@@ -22,6 +22,7 @@ from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.job import new_train_state
 from dmuon_titan.mesh import build_mesh
 from dmuon_titan.phases import Phases
+from dmuon_titan.run_folder import make_folders
 from dmuon_titan.signals import StopWatcher
 from dmuon_titan.trainer import Trainer
 from models.llama.sizes import LlamaSize
@@ -67,6 +68,7 @@ def configured(folder: Path, degrees: Degrees, num_steps: int, optimizer: str) -
 def leg(folder: Path, corpus: Path, degrees: Degrees, num_steps: int, optimizer: str) -> None:
     """Goes on to `num_steps`."""
     config = configured(folder, degrees, num_steps, optimizer)
+    make_folders(config)
     mesh = build_mesh(torch.device("cpu"), degrees)
     dataset = TokenDataset(corpus, SEQ_LEN)
     watcher = StopWatcher(lambda status, reason: None)

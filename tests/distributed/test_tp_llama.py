@@ -224,6 +224,7 @@ def test_the_same_bits_on_every_data_parallel_mesh_beside_tp(ranks: Ranks) -> No
 
 
 def saver_on(degrees: Degrees, folder: Path, size: LlamaSize) -> tuple[Checkpointer, ParallelMesh, JobConfig]:
+    folder.mkdir(parents=True, exist_ok=True)
     config = config_of(degrees, **{"checkpoint.folder": str(folder)})
     model, mesh = built(config, size, degrees)
     optimizer = build_optimizer(Optimizer(name="AdamW", lr=1e-2), model)

@@ -72,7 +72,8 @@ def test_another_job_is_refused_until_the_first_is_killed(tmp_path: Path, monkey
 def test_checkpoints_of_two_runs_in_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of checkpoints has a lock of its own: another run may have named it."""
     monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.2)
-    (tmp_path / "other").mkdir()
+    for name in ("other", "third", "checkpoint"):
+        (tmp_path / name).mkdir()
     folder = tmp_path / "checkpoint"
     code = HOLD.replace(
         "'job.dump_folder'", f"'checkpoint.enable': True, 'checkpoint.folder': {str(folder)!r}, 'job.dump_folder'"
@@ -83,6 +84,11 @@ def test_checkpoints_of_two_runs_in_one_folder_are_refused(tmp_path: Path, monke
         try:
             with pytest.raises(ConfigError, match=f'checkpoint.folder = "{folder}": another job is running there'):
                 lock_folders(load(tmp_path / "other", "--checkpoint.enable=true", f"--checkpoint.folder={folder}"))
+            (tmp_path / "link").symlink_to(folder)
+            with pytest.raises(ConfigError, match="another job is running there"):
+                lock_folders(
+                    load(tmp_path / "third", "--checkpoint.enable=true", f"--checkpoint.folder={tmp_path}/link")
+                )
         finally:
             holder.kill()
             os.kill(child, signal.SIGKILL)
