@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmuon_titan.checkpoint.manifest import FULL, Manifest, missing_or_short, read_manifest, sync_folder
+from dmuon_titan.checkpoint.manifest import FULL, Manifest, missing_or_short, read_manifest
 from dmuon_titan.checkpoint.manifest import NAME as MANIFEST
 from dmuon_titan.console import logger
+from dmuon_titan.disk import sync
 from dmuon_titan.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)")
@@ -105,7 +106,7 @@ def publish(path: Path, manifest: Manifest) -> Path:
     if os.path.lexists(final):
         _put_aside(final, _REPLACED)  # an earlier run's, or never complete
     path.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     (final / _UNFINISHED).unlink(missing_ok=True)
     return final
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dmuon_titan.disk import sync
 from dmuon_titan.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -70,7 +71,7 @@ class Manifest:
             stream.flush()
             os.fsync(stream.fileno())
         partial.rename(folder / NAME)
-        sync_folder(folder)
+        sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -129,15 +130,6 @@ def missing_or_short(folder: Path, manifest: Manifest) -> str | None:
         if path.stat().st_size != stored.size:
             return f"{name} has {path.stat().st_size} bytes instead of {stored.size}"
     return None
-
-
-def sync_folder(folder: Path) -> None:
-    """Has the names of a folder on the disk when this returns. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dmuon_titan.disk import sync
 from dmuon_titan.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ def staged_folder(final: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
         try:
             partial.rename(final)
         except OSError as error:
@@ -86,11 +87,3 @@ def remove_partial_folders(final: Path) -> None:
     """Remove what killed processes left of `final`. Only for the holder of the lock: a living one has such a folder."""
     for partial in final.parent.glob(f"{final.name}.partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

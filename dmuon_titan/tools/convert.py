@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from dmuon_titan.checkpoint.manifest import DCP, Manifest, missing_or_short, read_manifest, store, sync_folder
+from dmuon_titan.checkpoint.manifest import DCP, Manifest, missing_or_short, read_manifest, store
 from dmuon_titan.data.tokenizer import Tokenizer
+from dmuon_titan.disk import sync
 from dmuon_titan.errors import CheckpointError, ConfigError, ExitStatus, TitanError
 from dmuon_titan.hugging_face import export, read_size
 from dmuon_titan.hugging_face.files import COMPANIONS, DTYPES
@@ -89,12 +90,12 @@ def _appearing(output: Path) -> Iterator[Path]:
         raise ConfigError(f"{folder}: a conversion is writing it or was cut off there; if so, delete it") from None
     try:
         yield folder
-        sync_folder(folder)
+        sync(folder)
         folder.rename(output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    sync_folder(output.parent)
+    sync(output.parent)
 
 
 def _size(checkpoint: Path, manifest: Manifest) -> LlamaSize:
