@@ -184,7 +184,7 @@ class Trainer:
             micro_batches = self.batches.next(step)
         local_loss, num_valid, gradients = self.forward_backward(micro_batches)
         if self.checkpointer is not None and gradients.save_failed:
-            self.checkpointer.finish()  # raises
+            self.checkpointer.give_up()
         self.check(step, gradients)
         if self.checkpointer is not None:
             self.checkpointer.proved()

@@ -50,6 +50,7 @@ from models.llama.sizes import LlamaSize
 
 # Ranks that have written wait for those that still do. That a rank is gone is noticed elsewhere, within seconds.
 _PATIENCE = timedelta(hours=6)
+_GRACE_S = 30.0  # for what failed on one rank to be known on the others
 _GIB = 1 << 30
 
 
@@ -142,6 +143,18 @@ class Checkpointer:
             under_way.thread.start()
         if last:  # there is no next step
             self.proved()
+
+    def give_up(self) -> None:
+        """The save that is under way has failed on some rank. No rank waits for the others: they may wait for it.
+
+        Raises:
+            CheckpointError: always.
+        """
+        assert self._under_way is not None
+        if self._under_way.thread is not None:
+            self._under_way.thread.join(_GRACE_S)
+        step, mistake = self._under_way.step, self._under_way.mistake
+        raise CheckpointError(mistake or f"step {step} could not be saved in {self.folder}: another rank failed")
 
     def finish(self) -> None:
         """Waits for the save that is under way, if one is.

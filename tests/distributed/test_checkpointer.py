@@ -406,6 +406,36 @@ def test_b08_a_rank_that_cannot_write_fails_the_save_on_all(async_mode: str, tmp
         assert part in first
 
 
+def save_that_fails_on_one_rank(folder: Path) -> tuple[bool, str]:
+    """By an error that torch's saving doesn't pass on, so that the other rank waits for this one."""
+    saver = checkpointer(folder, checkpoint__async_mode="async")
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setattr("dmuon_titan.checkpoint.checkpointer._GRACE_S", 1.0)
+        if dist.get_rank() == 1:
+
+            def out_of_memory(*_: object) -> None:
+                raise MemoryError("no room")
+
+            changes.setattr("dmuon_titan.checkpoint.saving._write", out_of_memory)
+        saver.save()
+        while dist.get_rank() == 1 and not saver.failed():
+            pass
+        dist.barrier()
+        return saver.failed(), refusal_of(saver.give_up)
+
+
+def test_a_save_that_fails_on_one_rank_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """In a pool of its own: its other rank is left in a save that never ends."""
+    pool = RankPool(2)
+    try:
+        (waits, first), (failed, second) = pool.run(save_that_fails_on_one_rank, tmp_path)
+    finally:
+        pool.stop()
+    assert (waits, failed) == (False, True)
+    assert first.endswith("another rank failed")
+    assert second.endswith("MemoryError: no room")
+
+
 def save_into_what_vanishes(folder: Path) -> list[str]:
     """A file has the folder's name; then the folder vanishes before its files are verified."""
     said = []
