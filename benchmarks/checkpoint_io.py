@@ -36,8 +36,9 @@ import dmuon
 from benchmarks.record import record
 from dmuon.parameter import local
 from dmuon_titan.checkpoint import Checkpointer, TrainState, find_start
-from dmuon_titan.checkpoint.manifest import read_manifest, store, sync_folder
+from dmuon_titan.checkpoint.manifest import read_manifest, store
 from dmuon_titan.config.schema import JobConfig, build
+from dmuon_titan.disk import sync
 from dmuon_titan.mesh import build_mesh
 from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
@@ -140,7 +141,7 @@ class OneProcess:
             torch.save(self.tensors, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        sync_folder(self.folder)
+        sync(self.folder)
         store(path)
         duration_s = time.perf_counter() - begin_s
         self.paths = [path, *self.paths[:-1]]
@@ -177,6 +178,7 @@ def main() -> None:
 def _measure(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=arguments.ranks)
+    (folder / "checkpoint").mkdir(exist_ok=True)  # as a job does before it begins
     job = _job(folder / "checkpoint")
     for _ in range(2):
         job.step()
