@@ -127,7 +127,6 @@ class Checkpointer:
         self._saved_s = begin_s = time.monotonic()
         weights_only = last and self.options.last_save_model_only
         state = self._state(weights_only)
-        self._check_finite(state)
         under_way = _UnderWay(self.state.step)
         draft = self._draft(weights_only)
         self._under_way = under_way
@@ -257,7 +256,7 @@ class Checkpointer:
         made_under = start.saved.manifest.config.get("checkpoint.exclude_from_loading", [])
         if start.own and asked == set(made_under):
             # Saved by this very run, which has left those parts out when it began.
-            return asked & {DATA} if self._has_other_data(start.path) else frozenset()
+            return frozenset({DATA}) if DATA in asked and self._has_other_data(start.path) else frozenset()
         return asked
 
     def _has_other_data(self, path: Path) -> bool:
@@ -272,6 +271,7 @@ class Checkpointer:
             self._exported_dtype = dtype = self._export_dtype(weights)
             return {MODEL: {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}}
         state = dmuon.get_state_dict(self.model, self.optimizer)
+        self._check_finite(state)
         return {**state, **self.state.parts(), RANDOM: self._random_state()}
 
     def _export_dtype(self, weights: dict[str, Tensor]) -> torch.dtype:

@@ -7,7 +7,6 @@ another one, beside the training, with a copy of the state.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,11 +26,10 @@ _METADATA, _BESIDE = ".metadata", ".beside"
 
 @dataclass(frozen=True)
 class SaveReport:
-    """path: the complete checkpoint. num_bytes: of all its files. duration_s: from the first byte to its name."""
+    """path: the complete checkpoint. num_bytes: of all its files."""
 
     path: Path
     num_bytes: int
-    duration_s: float
 
 
 Export = Callable[[Path, Path], None]
@@ -53,7 +51,6 @@ def save(
         CheckpointError: a rank could not write, or what lies on the disk is not what was written; the same on all
             ranks. What was there before is untouched, and nothing of this save is left.
     """
-    begin_s = time.monotonic()
     what = f"step {draft.step} could not be saved in {folder / f'step-{draft.step}'}"
     temporary = first_rank_does(lambda: begin(folder, draft.step), group, what)
     try:
@@ -71,7 +68,7 @@ def save(
         if dist.get_rank() == 0:
             give_up(temporary)
         raise
-    return SaveReport(path, sum(file.size for file in files.values()), time.monotonic() - begin_s)
+    return SaveReport(path, sum(file.size for file in files.values()))
 
 
 def _write(path: Path, state: dict[str, Any], group: dist.ProcessGroup, what: str) -> None:
@@ -82,11 +79,8 @@ def _write(path: Path, state: dict[str, Any], group: dist.ProcessGroup, what: st
         mistake = failed_ranks(error)
     if mistake is not None:
         # torch's writer says "unexpected pos": the system is asked again for what it has against this rank's file.
-        reasons: dict[str, list[str]] = {}
-        for rank, why in enumerate(gathered(_why_not_writable(path), group)):
-            if why is not None:
-                reasons.setdefault(why, []).append(str(rank))
-        raise CheckpointError(f"{what}: {told(reasons) or mistake}")
+        agree(_why_not_writable(path), group, what)
+        raise CheckpointError(f"{what}: {mistake}")
 
 
 def _write_exported(path: Path, state: dict[str, Any], group: dist.ProcessGroup, what: str, export: Export) -> None:
