@@ -25,17 +25,20 @@ def nothing() -> None:
 
 
 class Axis:
-    """One mesh axis as this rank sees it.
+    """One mesh axis as this rank sees it, or a run of it.
 
     Unshard and reduce have a group each: a prefetched broadcast must not queue behind a reduction.
+
+    Args:
+        run: indices of the mesh axis that make up this one. Default: all.
 
     Attributes:
         fixed_tree: sum by one pairwise tree over the axis instead of in the back-end's own order. Costs the root a
             buffer for each rank of the axis.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self.ranks: list[int] = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()
+    def __init__(self, mesh: DeviceMesh | None, run: slice = slice(None)) -> None:
+        self.ranks: list[int] = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()[run]
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
         self.fixed_tree = False
@@ -114,7 +117,12 @@ class Axis:
 
 
 class DataParallelAxes:
-    """The (replicate, shard) axes and this rank's place on them; and the tp axis, where parameters are cut over one."""
+    """The (replicate, shard) axes and this rank's place on them; and the tp axis, where parameters are cut over one.
+
+    Attributes:
+        joint: runs of the shard axis that own matrices jointly with this rank, by their first index and their size;
+            the longest first, which is the order of their collectives. Each lies within the one before.
+    """
 
     def __init__(
         self, shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None = None
@@ -122,6 +130,7 @@ class DataParallelAxes:
         self.shard = Axis(shard_mesh)
         self.replicate = Axis(replicate_mesh)
         self.tp = None if tp_mesh is None else Axis(tp_mesh)
+        self.joint: dict[tuple[int, int], Axis] = {}
         self.world_size = self.shard.size * self.replicate.size
         # Only where both axes communicate does one collective have to wait for another one.
         both = self.shard.size > 1 and self.replicate.size > 1

@@ -19,7 +19,7 @@ from dmuon.newton_schulz import Coefficients, orthogonalize
 from dmuon.newton_schulz.updates import FusedUpdates, Piece
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.parameter import local
-from dmuon.slices import SliceUpdates
+from dmuon.slices import slice_updates
 from dmuon.torch_internals import foreach_lerp_
 
 MOMENTUM = "momentum_buffer"
@@ -113,8 +113,7 @@ class Muon(torch.optim.Optimizer):
         check_momentum_dtype(momentum_dtype)
 
         self._model, self._runtime = model, runtime
-        tp = runtime.axes.tp
-        self._update_slices = None if tp is None else SliceUpdates(tp, tp_strategy, ns_kernel)
+        self._slice_updates = slice_updates(runtime.axes, tp_strategy, ns_kernel)
         self._fused = FusedUpdates(ns_kernel)
         self._replicate_async = replicate_async
         self._dedicated = {param.master: param for unit in runtime.units for param in unit.params}
@@ -229,11 +228,9 @@ class Muon(torch.optim.Optimizer):
         pieces = [piece for param in due for piece in self._pieces(param, param.grad)]
         for batch in batches([piece.master.shape for piece in pieces]):
             self._update([pieces[index] for index in batch], group)
-        if self._update_slices is not None:
-            cut = [
-                (self._dedicated[param], self.state[param][MOMENTUM]) for param in due if self._dedicated[param].is_cut
-            ]
-            self._update_slices(cut, group, lr_scale)
+        cut = [(self._dedicated[param], self.state[param][MOMENTUM]) for param in due if self._dedicated[param].is_cut]
+        for update_slices in self._slice_updates:
+            update_slices([held for held in cut if held[0].axis is update_slices.axis], group, lr_scale)
 
     def newton_schulz_plan(self) -> list[str]:
         """A line about each batch of matrices that this rank updates, if all have gradients; cut ones are not in it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.collectives import Wait, nothing
-from dmuon.parameter import DedicatedParameter
+from dmuon.parameter import Member
 from dmuon.section import Section, aligned
 from dmuon.torch_internals import flatten_dense_tensors
 
@@ -27,9 +27,9 @@ class GradientLayout:
         self._params = [param for section in sections for param in section.params]
         self._constants: dict[tuple[float, ...], Tensor] = {}
         # What a buffer is made of where every parameter has a gradient: parameters, and constants between them.
-        self._complete: list[DedicatedParameter | Tensor] = []
+        self._complete: list[Member | Tensor] = []
 
-    def fill(self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def fill(self, grads: dict[Member, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer with the gradients there are, and a flag for each; what is missing is zero."""
         if all(param in grads for param in self._params):
             self._complete = self._complete or self._pieces(grads, dtype, device)
@@ -40,10 +40,8 @@ class GradientLayout:
         flat = flatten_dense_tensors([piece if isinstance(piece, Tensor) else grads[piece] for piece in pieces])
         return flat.to(dtype)
 
-    def _pieces(
-        self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> list[DedicatedParameter | Tensor]:
-        pieces: list[DedicatedParameter | Tensor] = []
+    def _pieces(self, grads: dict[Member, Tensor], dtype: torch.dtype, device: torch.device) -> list[Member | Tensor]:
+        pieces: list[Member | Tensor] = []
         for section in self.sections:
             for param in section.params:
                 gap = aligned(param.numel) - param.numel
@@ -61,12 +59,6 @@ class GradientLayout:
             self._constants[values] = torch.tensor(values, dtype=dtype, device=device)
         return self._constants[values]
 
-    def used_by_any(self, buffer: Tensor) -> list[bool]:
-        """Of the only section of a layout, after the reduction. Reads the device."""
-        (section,) = self.sections
-        flags = buffer[section.numel :].tolist()
-        return [flag > 0 for flag in flags[: len(section.params)]] if flags else [False] * len(section.params)
-
 
 class Reduction:
     """A reduction under way: first over shard, then along each owner's column.
@@ -79,11 +71,11 @@ class Reduction:
         sections: Sequence[Section],
         sent: GradientLayout,
         owned: GradientLayout,
-        grads: dict[DedicatedParameter, Tensor],
+        grads: dict[Member, Tensor],
         dtype: torch.dtype,
     ) -> None:
         """`sections`: all of the unit; `sent` and `owned`: the layouts of those owned elsewhere and here."""
-        self._used, self._owned = grads.keys(), owned
+        self._used = grads.keys()
         self._waits: list[Wait] = []
         # Kept until the end: what the first stage gathers is read on another stream or thread.
         self._buffers: list[Tensor] = []
@@ -95,6 +87,7 @@ class Reduction:
                 buffer = layout.fill(grads, dtype, layout.sections[0].device)
                 parts.update(zip(layout.sections, buffer.split(layout.section_sizes), strict=True))
                 self._buffers.append(buffer)
+        self._owned = {section: parts[section] for section in owned.sections}
         for section in sections:  # in one order on all ranks
             self._start(section, parts[section])
 
@@ -117,19 +110,24 @@ class Reduction:
     def finish(self) -> None:
         """Adds the mean over the data-parallel ranks to `master.grad` on each owner."""
         self.wait()
-        if self._owned.sections:
-            (section,) = self._owned.sections
+        for section, buffer in self._owned.items():
             params = section.params
             if not all(param in self._used for param in params):
                 # Others may have used what this rank did not. Only then the flags are read, for the host waits.
-                flags = self._owned.used_by_any(self._buffers[-1])
+                flags = _used_by_any(section, buffer)
                 params = [p for p, used in zip(params, flags, strict=True) if used or p in self._used]
-            mean = self._buffers[-1].div_(section.axes.world_size).float()
+            mean = buffer.div_(section.axes.world_size).float()
             for param in params:
                 if not param.master.requires_grad:
                     continue
                 param.add_gradient(param.view(mean))
-        self._buffers, self._first_stages = [], []
+        self._buffers, self._first_stages, self._owned = [], [], {}
+
+
+def _used_by_any(section: Section, buffer: Tensor) -> list[bool]:
+    """Of each parameter, after the reduction. Reads the device."""
+    flags = buffer[section.numel :].tolist()
+    return [flag > 0 for flag in flags[: len(section.params)]] if flags else [False] * len(section.params)
 
 
 def _reduce_along_column(over_shard: Wait, section: Section, buffer: Tensor) -> Wait:
