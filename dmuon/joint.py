@@ -51,11 +51,11 @@ class JointParameter(DedicatedParameter):
 
     def set_compute(self, part: Tensor) -> None:
         """`part`: [numel], all strips one behind the other."""
-        self.compute = nn.Parameter(self._turned(part.view(-1, self.strip_shape[1])))
+        self.compute = nn.Parameter(self.turned(part.view(-1, self.strip_shape[1])))
 
     def local_gradient(self, grad: Tensor) -> Tensor:
         """Long side first."""
-        return self._turned(grad)
+        return self.turned(grad)
 
     def by_owner(self, grad: Tensor) -> Iterator[tuple[Member, Tensor]]:
         yield from zip(self.strips, grad.split(self.strip_shape[0]), strict=True)
@@ -64,12 +64,8 @@ class JointParameter(DedicatedParameter):
         assert self.axis is not None
         return whole.chunk(self.num_owners, self.dim)[self.axis.index]
 
-    def _wrapped(self, part: Tensor) -> Tensor:
-        assert self.slice is not None
-        return self.slice.wrap(self._turned(part))
-
-    def _turned(self, matrix: Tensor) -> Tensor:
-        """From the shape of the model to that of storage, and back."""
+    def turned(self, matrix: Tensor) -> Tensor:
+        """From the orientation of the model to that of storage, and back."""
         return matrix if self.dim == 0 else matrix.mT
 
 
@@ -102,7 +98,8 @@ class Strip:
         self.whole.add_gradient(part)
 
     def view(self, buffer: Tensor) -> Tensor:
-        return buffer[: self.numel].view(self.whole.strip_shape)
+        """As the model has it."""
+        return self.whole.turned(buffer[: self.numel].view(self.whole.strip_shape))
 
 
 class StripSection(Section):
