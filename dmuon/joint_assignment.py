@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +30,9 @@ NUM_OWNERS = (2, 4, 8)
 
 STRIP_ROWS = 8
 """A strip of the long side is a multiple of this: 16 bytes in half precision, in either layout."""
+
+MAX_LIMITS = 32
+"""Step 1 tries as many; a model of few shapes has fewer."""
 
 SUM_FLOPS, LATENCY_FLOPS = 15_000, 45 * 10**9
 """What an H200 computes while an element of a Gram matrix travels through NVLink, two sums of 9/16 of it in float32 on
@@ -65,6 +68,12 @@ def joint_flops(shape: Sequence[int], num_owners: int) -> int:
     return (6 * long // num_owners + 14 * small) * small**2
 
 
+def kind_of(shape: Sequence[int], split: Sequence[int] = ()) -> Kind:
+    """Of a parameter; `split` as in `newton_schulz_flops`."""
+    small, long = sorted(shape) if len(shape) == 2 and not split else (0, 0)
+    return Kind(newton_schulz_flops(shape, split), math.prod(shape), long, small)
+
+
 def share_largest(
     assignment: Assignment,
     shapes: Mapping[str, Sequence[int]],
@@ -82,7 +91,7 @@ def share_largest(
     sizes = [size for size in NUM_OWNERS if max_owners % size == 0 and num_shard % size == 0]
     names: dict[Kind, list[str]] = {}
     for name, shape in sorted(shapes.items()):
-        names.setdefault(_kind(shape, (splits or {}).get(name, ())), []).append(name)
+        names.setdefault(kind_of(shape, (splits or {}).get(name, ())), []).append(name)
     num_slots = num_replicate * num_shard
     largest = max(assignment.total.numel // num_slots, assignment.largest.numel)
     cap = max(math.floor(MEMORY_SLACKS[0] * largest), max(assignment.numel.values()))
@@ -99,24 +108,14 @@ def share_largest(
     return best
 
 
-def _kind(shape: Sequence[int], split: Sequence[int]) -> Kind:
-    small, long = sorted(shape) if len(shape) == 2 and not split else (0, 0)
-    return Kind(newton_schulz_flops(shape, split), math.prod(shape), long, small)
-
-
-def _choices(names: Mapping[Kind, list[str]], sizes: Sequence[int], longest: int) -> list[dict[Kind, int]]:
-    """How many own each kind under every limit on a single load; those with the lowest limits last."""
-    ways = {kind: [num for num in (1, *sizes) if kind.can_have(num)] for kind in names}
-    limits = {kind.load_of(num) for kind, nums in ways.items() for num in nums}
-    choices = []
-    for limit in sorted((limit for limit in limits if limit < longest), reverse=True):
-        num_owners = {
-            kind: next((num for num in nums if kind.load_of(num) <= limit), None) for kind, nums in ways.items()
-        }
-        chosen = {kind: num for kind, num in num_owners.items() if num is not None}
-        if len(chosen) == len(ways) and max(chosen.values()) > 1:
-            choices.append(chosen)
-    return choices
+def _choices(names: Mapping[Kind, list[str]], sizes: Sequence[int], longest: int) -> Iterator[dict[Kind, int]]:
+    """How many own each kind under every limit on a single load that cuts something; the lowest limits last."""
+    loads = {kind: {num: kind.load_of(num) for num in (1, *sizes) if kind.can_have(num)} for kind in names}
+    lowest = max((min(of_kind.values()) for of_kind in loads.values()), default=0)
+    end = min(longest, max((kind.flops for kind in names), default=0))
+    limits = sorted({load for of_kind in loads.values() for load in of_kind.values() if lowest <= load < end})
+    for limit in reversed(limits[:: -(-len(limits) // MAX_LIMITS) or 1]):
+        yield {kind: next(num for num, load in of_kind.items() if load <= limit) for kind, of_kind in loads.items()}
 
 
 def _deal(
