@@ -79,6 +79,10 @@ class Strip:
     offset: int = 0
 
     @property
+    def name(self) -> str:
+        return f"{self.whole.name}, strip {self.index}"
+
+    @property
     def numel(self) -> int:
         return torch.Size(self.whole.strip_shape).numel()
 

@@ -51,6 +51,9 @@ class Member(Protocol):
     offset: int
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def numel(self) -> int: ...
 
     @property

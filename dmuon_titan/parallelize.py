@@ -65,6 +65,7 @@ def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Pl
             reshard_after_forward=reshard,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
+            max_joint_owners=config.optimizer.max_joint_owners,
         )
     deterministic = config.debug.deterministic
     shard(
