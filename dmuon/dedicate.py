@@ -87,7 +87,7 @@ def dedicate_params(
     chosen, symmetric = select(candidates(model, hook_boundary_predicate), predicate, hook_boundary_strict)
     splits = resolve_splits(chosen, split)
     tp_mesh = _tp_mesh(model, [shard_mesh, replicate_mesh])
-    _check_joint_owners(max_joint_owners, tp_mesh)
+    _check_joint_owners(max_joint_owners, shard_mesh, tp_mesh)
     axes = DataParallelAxes(shard_mesh, replicate_mesh, tp_mesh)
     shapes = {candidate.name: tuple(candidate.param.shape) for candidate in chosen}
     degrees = axes.replicate.size, axes.shard.size
@@ -178,13 +178,19 @@ def _tp_mesh(model: nn.Module, data_parallel: Sequence[DeviceMesh | None]) -> De
     return found
 
 
-def _check_joint_owners(max_joint_owners: int, tp_mesh: DeviceMesh | None) -> None:
+def _check_joint_owners(max_joint_owners: int, shard_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:
     if max_joint_owners < 1:
         raise ValueError(f"max_joint_owners = {max_joint_owners}: must be 1, or the number of ranks of a node")
     if max_joint_owners > 1 and tp_mesh is not None:
         raise ValueError(
             f"max_joint_owners = {max_joint_owners}: the tp ranks of an owner share its matrices already; leave it at "
             "1 with tensor parallelism"
+        )
+    ranks = shard_mesh.mesh.flatten().tolist()
+    if max_joint_owners > 1 and ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        raise ValueError(
+            f"max_joint_owners = {max_joint_owners}: consecutive ranks must be neighbours on the shard axis, which has "
+            f"ranks {ranks}; make it the last axis of the mesh"
         )
 
 

@@ -379,19 +379,21 @@ def test_checkpoints_do_not_know_of_owners(
 
 def refused() -> list[str]:
     messages = []
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     model = Model()
     torch.distributed.tensor.parallel.parallelize_module(
         model.layers[0], mesh["tp"], {"up": torch.distributed.tensor.parallel.ColwiseParallel()}
     )
-    for max_joint_owners in (8, 0):
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    for shard, max_joint_owners, refused_model in ((mesh, 8, model), (mesh, 0, model), (across, 8, Model())):
         with pytest.raises(ValueError, match="max_joint_owners") as caught:
-            dmuon.dedicate_params(model, mesh["shard"], max_joint_owners=max_joint_owners)
+            dmuon.dedicate_params(refused_model, shard["shard"], max_joint_owners=max_joint_owners)
         messages.append(str(caught.value))
     return messages
 
 
 def test_what_cannot_be_is_refused(ranks: Callable[[int], RankPool]) -> None:
-    for messages in ranks(2).run(refused):
+    for messages in ranks(4).run(refused):
         assert "leave it at 1 with tensor parallelism" in messages[0]
         assert "must be 1, or the number of ranks of a node" in messages[1]
+        assert "make it the last axis of the mesh" in messages[2]
