@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import dmuon
 from dmuon import joint_assignment
@@ -26,6 +28,7 @@ from dmuon.joint import JointParameter
 from dmuon.parameter import local
 from dmuon.reference import ReferenceMuon
 from tests.distributed.pool import RankPool
+from tests.distributed.test_traffic import counted
 
 DIM, HIDDEN, NUM_STEPS, MAX_NORM, LR = 16, 64, 10, 0.5, 3e-3
 JOINT = {"layers.0.up.weight", "layers.0.down.weight"}
@@ -86,7 +89,9 @@ def build(
     on_meta: bool = True,
     deterministic: bool = False,
     param_dtype: torch.dtype | None = None,
+    variant: str = "plain",
 ) -> nn.Module:
+    """`variant`: also "ignored", by `ignored_params`; and "recomputed" or "compiled", the blocks' forwards."""
     mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard"))
     with torch.device("meta" if on_meta else "cpu"):
         model = Model()
@@ -109,8 +114,14 @@ def build(
     # The fixed tree goes on over the rows in FSDP2's hook.
     fsdp_mesh = mesh["shard"] if deterministic or degrees[0] == 1 else mesh
     policy = MixedPrecisionPolicy(param_dtype, torch.float32)
+    composition = {"ignored_params": dmuon.dedicated_params(model)} if variant == "ignored" else {}
     for module in [*model.layers, model]:
-        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard, **composition)
+    for layer in model.layers:
+        if variant == "compiled":
+            layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+        elif variant == "recomputed":
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if deterministic:
         dmuon.set_deterministic(True, model, replicate_mesh=mesh["replicate"])
     if on_meta:
@@ -226,6 +237,11 @@ def test_steps_equal_one_process(ranks: Callable[[int], RankPool], degrees: tupl
     assert_equal_reference(ranks(degrees[0] * degrees[1]).run(train, degrees, reshard=reshard), reference())
 
 
+@pytest.mark.parametrize("variant", ["ignored", "recomputed", "compiled"])
+def test_compositions_equal_one_process(ranks: Callable[[int], RankPool], variant: str) -> None:
+    assert_equal_reference(ranks(4).run(train, (2, 2), variant=variant), reference())
+
+
 @pytest.mark.parametrize("no_sync", [False, True], ids=["reduced each time", "no_sync"])
 @pytest.mark.parametrize("degrees", [(1, 4), (2, 2)], ids=str)
 def test_accumulation_equals_one_process(
@@ -319,6 +335,29 @@ def test_every_rank_computes_with_the_rounded_masters(ranks: Callable[[int], Ran
         # Beside the strip there are at most all small matrices; a whole large one would not fit.
         for key, itemsize, num_strips in (("masters", 4, 1), ("momentum", 4, 1), ("copies", 2, 2)):
             assert kept[key] < itemsize * (num_strips * num_strip_elements + DIM * HIDDEN // 2), key
+
+
+def traffic(reshard: bool) -> tuple[dict[str, int], Any, int]:
+    """In bfloat16 on (2, 2): bytes of the collectives of a step, what `inspect` says, and elements in sections."""
+    model = build((2, 2), 8, reshard=reshard, param_dtype=torch.bfloat16)
+    optimizer = dmuon.Muon(model, lr=LR)
+    step_once(model, optimizer, 0)
+    runtime = find_runtime(model)
+    with counted([*runtime.axes.shard.groups, *runtime.axes.replicate.groups]) as seen:
+        step_once(model, optimizer, 1)
+        runtime.wait_publish()
+    return seen, dmuon.inspect(model).traffic, sum(s.numel for unit in runtime.units for s in unit.sections)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["Z3", "Z2"])
+def test_strips_send_what_whole_matrices_would(ranks: Callable[[int], RankPool], reshard: bool) -> None:
+    num_elements = sum(param.numel() for name, param in Model().named_parameters() if is_dedicated(name))
+    for seen, said, num_in_sections in ranks(4).run(traffic, reshard):
+        assert num_in_sections == num_elements
+        assert seen["broadcast 0"] == said.unshard_bytes == 2 * num_elements * (2 if reshard else 1)
+        assert seen["reduce 1"] == said.reduce_bytes
+        assert seen["broadcast 2"] == said.publish_bytes
+        assert seen["reduce 3"] == said.column_reduce_bytes
 
 
 def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
