@@ -77,8 +77,7 @@ class Assignment:
         flops, numel: sums over the parameters of each slot; of all slots, idle ones too.
         largest: FLOPs of the costliest parameter and elements of the largest one. They need not be the same.
         total: of all parameters, each whole.
-        num_owners: of those that several slots own jointly: `owners` has the first one, and the others follow it on
-            the shard axis. See `dmuon.joint_assignment`.
+        num_owners: of what several slots own jointly, the one in `owners` and those after it on the shard axis.
     """
 
     owners: dict[str, Owner]

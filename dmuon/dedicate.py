@@ -15,7 +15,7 @@ from dmuon.assignment import Assignment, assign, newton_schulz_flops
 from dmuon.collectives import Axis, DataParallelAxes
 from dmuon.determinism import apply_fixed_tree, is_deterministic
 from dmuon.hooks import Runtime, attach_runtime, find_runtime
-from dmuon.joint import JointParameter, joint_slice
+from dmuon.joint import JointParameter
 from dmuon.joint_assignment import joint_flops, share_largest
 from dmuon.parameter import DedicatedParameter, local, tensor_parallel_slice
 from dmuon.plan import Plan, PlanEntry
@@ -215,11 +215,9 @@ def _dedicated(
         return DedicatedParameter(name, candidate.places, *shapes, owner, param.dtype, split, slice_, axes.tp)
     is_here = owner.replicate == axes.replicate.index
     axis = axes.joint.get((owner.shard, num_owners)) if is_here else None
-    slice_ = None
-    if axis is not None:
-        slice_ = joint_slice(param.shape, DeviceMesh.from_group(axis.groups[0], shard_mesh.device_type))
+    mesh = None if axis is None else DeviceMesh.from_group(axis.groups[0], shard_mesh.device_type)
     return JointParameter(
-        name, candidate.places, *shapes, owner, param.dtype, slice=slice_, axis=axis, num_owners=num_owners
+        name, candidate.places, *shapes, owner, param.dtype, axis=axis, num_owners=num_owners, mesh=mesh
     )
 
 

@@ -28,13 +28,18 @@ class JointParameter(DedicatedParameter):
 
     Attributes:
         owner: the first one; the others follow on the shard axis.
-        slice, axis: on owners alone.
+        axis: the owners, on one of them; `mesh` is the same.
     """
 
     num_owners: int = 1
+    mesh: DeviceMesh | None = None
     strips: list[Strip] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.mesh is not None:
+            rows, cols = self.logical_shape
+            stride = (cols, 1) if self.dim == 0 else (1, rows)
+            self.slice = Slice(self.mesh, Shard(self.dim), self.logical_shape, stride)
         self.set_master(None)
         owners = members(self.owner, self.num_owners)
         self.strips = [Strip(self, owner, index) for index, owner in enumerate(owners)]
@@ -125,9 +130,3 @@ class StripSection(Section):
         if self.compute is not None:
             self._gathered.copy_(self.compute)
         return self.axes.shard.broadcast(self._gathered, self.owner.shard)
-
-
-def joint_slice(shape: torch.Size, mesh: DeviceMesh) -> Slice:
-    """How a matrix lies on its owners. `mesh`: these, in the order of the strips."""
-    dim = 0 if shape[0] >= shape[1] else 1
-    return Slice(mesh, Shard(dim), shape, (shape[1], 1) if dim == 0 else (1, shape[0]))

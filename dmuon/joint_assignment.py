@@ -6,8 +6,8 @@ side, sum two n x n Gram matrices, and repeat what is left. That is more in all,
 
 Pure Python over names and shapes, in integers, like `dmuon.assignment`:
 
-1. A limit on the load of a single rank by a single matrix says who owns each jointly: as few ranks as keep it. The
-   loads there can be are tried as limits.
+1. A limit on what a single matrix may cost a rank says how many own each: as few as keep it. The loads there can be
+   are tried as limits.
 2. The owners of one matrix are 2, 4 or 8 consecutive shard coordinates of one replicate row, from a multiple of that
    number on. So groups of two sizes are nested or have nothing in common, and all lie within nodes.
 3. Longest first: what most ranks own goes first, to the group whose fullest rank has least; whole ones go last.
@@ -35,8 +35,8 @@ MAX_LIMITS = 32
 """Step 1 tries as many; a model of few shapes has fewer."""
 
 SUM_FLOPS, LATENCY_FLOPS = 15_000, 45 * 10**9
-"""What an H200 computes while an element of a Gram matrix travels through NVLink, two sums of 9/16 of it in float32 on
-a ring; and while three collectives start."""
+"""What an H200 computes while an element of a Gram matrix travels through NVLink, in two sums over a ring, 9/16 of the
+elements in float32; and while three collectives start."""
 
 
 class Kind(NamedTuple):
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
         if num_owners == 1:
             return self.flops
         sums = SUM_FLOPS * self.small**2 * (num_owners - 1) // num_owners
-        return self.flops_of(num_owners) + sums + (LATENCY_FLOPS if SUM_FLOPS else 0)
+        return self.flops_of(num_owners) + sums + LATENCY_FLOPS
 
     def can_have(self, num_owners: int) -> bool:
         return num_owners == 1 or (self.long > 0 and self.long % (num_owners * STRIP_ROWS) == 0)

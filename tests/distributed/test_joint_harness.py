@@ -25,7 +25,7 @@ from tests.distributed.test_tp_training import reference, train
 WIDE = LlamaSize(32, 1, 4, 1, 64, 3.0, 16, 10000.0)
 JOINT = {f"layers.0.feed_forward.{name}.weight" for name in ("w1", "w2", "w3")}
 # On matrices this small, sums would cost more than products.
-free_sums = mock.patch.object(joint_assignment, "SUM_FLOPS", 0)
+free_sums = mock.patch.multiple(joint_assignment, SUM_FLOPS=0, LATENCY_FLOPS=0)
 
 
 def train_with_joint_owners(degrees: tuple[int, int, int], **options: Any) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def build(
         for name, param in model.named_parameters():
             param.data.copy_(initial_rows(name, param.shape, 0, param.shape[0]))
     # On matrices this small, sums would cost more than products.
-    with mock.patch.object(joint_assignment, "SUM_FLOPS", 0):
+    with mock.patch.multiple(joint_assignment, SUM_FLOPS=0, LATENCY_FLOPS=0):
         plan = dmuon.dedicate_params(
             model,
             mesh["shard"],

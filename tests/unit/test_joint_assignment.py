@@ -77,7 +77,8 @@ def test_any_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(0)
     num_joint = 0
     for case in range(200):
-        monkeypatch.setattr(joint_assignment, "SUM_FLOPS", draw.choice([0, 15_000]))
+        for name, value in (("SUM_FLOPS", 15_000), ("LATENCY_FLOPS", 10**9)):
+            monkeypatch.setattr(joint_assignment, name, value * (case % 2))
         sides = [draw.choice([8, 16, 60, 64, 100, 128, 512, 4096]) for _ in range(6)]
         shapes: Shapes = {f"w{i}": (draw.choice(sides), draw.choice(sides)) for i in range(draw.randint(1, 12))}
         if draw.random() < 0.3:
