@@ -118,7 +118,7 @@ class Trainer:
         self.config, self.mesh, self.size, self.state, self.watcher = config, mesh, size, state, watcher
         self.model, self.plan = build_model(config, size, mesh, weights)
         self.optimizer = build_optimizer(config.optimizer, self.model)
-        self.loss = build_loss(config.compile)
+        self.loss = build_loss(config)
         self.peak_learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:
@@ -219,9 +219,9 @@ class Trainer:
         self.optimizer.zero_grad()
         for input_BS, label_BS in zip(inputs, labels, strict=True):
             with loss_context(self.config.parallelism):
-                loss = self.loss(self.model(input_BS), label_BS)
-                (loss * scale).backward()
-            local_loss += loss.detach()
+                scaled, loss = self.loss(self.model, input_BS, label_BS, scale)
+                scaled.backward()
+            local_loss += loss
         max_norm = self.config.training.max_norm
         norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
         # All ranks learn the loss and any rank's wishes. Reading them is the step's one wait for the device.
