@@ -34,6 +34,10 @@ class Muon(torch.optim.Optimizer):
     symmetric ones, and the groups that were asked for follow, each of one kind, told by its key "kind". State tensors
     exist from construction on, and for dedicated parameters on their owners alone.
 
+    As with torch's fused optimizers, the attribute `found_inf`, a float32 tensor of one element that is the same on all
+    ranks, keeps the next `step` from changing anything if it is not zero. Where all that runs are kernels which read it
+    themselves, the host does not wait for its value.
+
     As in torch, a parameter whose `.grad` is None is left alone, weight decay and momentum too, and `step` leaves
     `.grad` as it was. Symmetric parameters that are frozen at construction are in no group.
 
@@ -60,6 +64,8 @@ class Muon(torch.optim.Optimizer):
     Raises:
         ValueError: `dedicate_params` or `materialize` was not called on the model, or an argument is out of range.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -158,22 +164,33 @@ class Muon(torch.optim.Optimizer):
         self._runtime.wait_publish()
         if not self._is_checked:
             self._check_parameters()
-        self._muon_step()
+        work, cut = self._batches(_gradient_if_due), [(group, self._cut(group)) for group in self.param_groups]
+        found_inf = self.found_inf
+        if found_inf is not None and not (found_inf.is_cuda and self._heeds_found_inf(work, cut)):
+            if found_inf.item():
+                self._runtime.publish()  # the same transfers as on ranks whose devices decide
+                return loss
+            found_inf = None
+        self._muon_step(work, cut, found_inf)
         # Beside it what was published travels.
         for group in self.param_groups:
             if group["kind"] == ADAMW:
-                adamw_step(group, self.state)
+                adamw_step(group, self.state, found_inf)
         if not self._replicate_async:
             self._runtime.wait_publish()
         return loss
 
-    def _muon_step(self) -> None:
-        work = self._batches(_gradient_if_due)
-        cut = [(group, self._cut(group)) for group in self.param_groups]
+    def _heeds_found_inf(self, work: list[Batch], cut: list[Cut]) -> bool:
+        """Whether all that runs reads `found_inf` itself."""
+        return not any(params for _, params in cut) and all(
+            self._fused.can_take(self._plan(batch), batch.pieces) for batch in work
+        )
+
+    def _muon_step(self, work: list[Batch], cut: list[Cut], found_inf: Tensor | None) -> None:
         parts = [batch.params for batch in work] + [params for _, params in cut]
         publication = Publication(self._runtime, chain.from_iterable(parts))
         for batch in work:
-            copied = self._update(batch)
+            copied = self._update(batch, found_inf)
             for param in batch.params:
                 publication.updated(param, copied=copied)
             publication.advance()
@@ -269,15 +286,19 @@ class Muon(torch.optim.Optimizer):
             sizes = stack_sizes(views[0].shape)
             yield from (Piece(*parts) for parts in zip(*(view.split(sizes) for view in views), strict=True))
 
-    def _update(self, batch: Batch) -> bool:
+    def _update(self, batch: Batch, found_inf: Tensor | None) -> bool:
         """Returns whether compute copies were renewed with the masters."""
         plan, pieces = self._plan(batch), batch.pieces
         scale = lr_scale(batch.group["adjust_lr_fn"], pieces[0].master.shape)
         if self._fused.can_take(plan, pieces):
-            self._fused(plan, pieces, batch.group, scale)
+            self._fused(plan, pieces, batch.group, scale, found_inf)
             return pieces[0].compute is not None
         update_by_torch(pieces, batch.group, scale, dtype=plan.dtype, kernel=self._fused.kernel)
         return False
+
+
+Cut = tuple[dict[str, Any], list[DedicatedParameter]]
+"""A group, and those of its parameters that tensor parallelism has cut."""
 
 
 class Batch(NamedTuple):
