@@ -83,7 +83,7 @@ def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Pl
     elif mesh.dp_world == 1:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(NoReduction())
+                module.set_custom_reduce_scatter(NoReduction())  # type: ignore[arg-type]
     return plan
 
 
