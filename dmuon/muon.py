@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dmuon.accumulate import discard_accumulated
 from dmuon.adamw import adamw_step, init_adamw_state, is_due
 from dmuon.hooks import find_runtime, reshard
-from dmuon.newton_schulz import Coefficients
-from dmuon.newton_schulz.planning import BatchPlan, batches, stack_sizes
+from dmuon.newton_schulz import Coefficients, resolve_dtype
+from dmuon.newton_schulz.planning import BatchPlan, batches, choose_kernel, stack_sizes
 from dmuon.newton_schulz.updates import FusedUpdates, Piece, update_by_torch
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.parameter import DedicatedParameter
@@ -131,6 +131,11 @@ class Muon(torch.optim.Optimizer):
         self._groups_are_final = self._is_checked = False
         super().__init__(groups, {})
         self._groups_are_final = True
+        # So that a kernel that can't run is reported before training, and by rank 0 even if it owns no matrix.
+        device = next((param.device for param in model.parameters() if param.device.type != "meta"), None)
+        for group in self.param_groups:
+            if group["kind"] == MUON and device is not None:
+                choose_kernel(ns_kernel, device, resolve_dtype(group["ns_dtype"], device))
         # Not through super: torch adds its defaults to every group. Schedules look here for what they can change.
         self.defaults = muon_options
         for member in named:
