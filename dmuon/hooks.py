@@ -145,9 +145,13 @@ class Runtime:
         if is_recorded:
             self._begun.setdefault(unit, began)
             self._calls.append(call)
-        # What backward recomputes it uses at once.
-        if not recomputing and (self.reshard_after_forward or not is_recorded):
+        # What backward recomputes it uses at once, and what forward used last it needs first.
+        if not recomputing and not (is_recorded and (not self.reshard_after_forward or self._is_last(unit))):
             unit.reshard()
+
+    def _is_last(self, unit: Unit) -> bool:
+        """Whether a forward as the one before ends with this call."""
+        return len(self._order) == len(self._last_order) and unit is self._last_order[-1]
 
     def _after_root_forward(self, output: Any) -> None:
         """Lets backward begin at the end of this forward, wherever this rank's graph meets the first unit."""
@@ -286,16 +290,24 @@ class Runtime:
         for unit in self.units:
             unit.reshard()
 
+    @property
+    def has_copies(self) -> bool:
+        """Compute copies are made at the first forward."""
+        return self._prepare is None
+
+    @property
+    def forward_order(self) -> list[Unit]:
+        """All units, as the last forward used them, those that it did not use at the end."""
+        return list(dict.fromkeys([*self._last_order, *self.units]))
+
     def publish(self) -> None:
         """After masters changed: renews the compute copies and sends them along the owner columns, in forward order."""
         self.is_filled = True
-        if self._prepare is not None:
-            return  # there are no copies yet
-        self.reshard()
-        for unit in dict.fromkeys([*self._last_order, *self.units]):
-            for section in unit.sections:
-                section.refresh_compute()
-                section.publish()
+        if self.has_copies:
+            self.reshard()
+            for unit in self.forward_order:
+                for section in unit.sections:
+                    section.publish()
 
     def wait_publish(self) -> None:
         """Afterwards no collective reads or writes any weights."""

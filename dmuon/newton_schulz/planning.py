@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from dmuon.assignment import newton_schulz_flops
 from dmuon.newton_schulz.tuned import MEASURED, Product, Tiles, choose_tiles
@@ -27,6 +29,12 @@ _ALIGNMENT = 8
 
 # A captured graph holds its buffers for good: only batches that launches would slow down get one.
 _MOST_REPLAYED_FLOPS = 1.5e12
+
+# A batch is closed once it keeps the GPU busy for milliseconds: larger ones are no faster, take more workspace, and
+# hold up what is published behind them.
+_BUSY_FLOPS = 4e12
+# Bounds the float32 workspace of a batch: 2^28 elements are 1 GiB.
+_MAX_BATCH_NUMEL = 1 << 28
 
 # Below, a tile is mostly empty.
 _SMALLEST_SIZE = 64
@@ -115,6 +123,27 @@ def plan_batch(
     )
 
 
+def stack_sizes(shape: torch.Size) -> list[int]:
+    """Into how many matrices each to split a stack [B, M, N], so that no part is larger than a batch may be."""
+    size = max(1, _MAX_BATCH_NUMEL // math.prod(shape[1:]))
+    return [min(size, shape[0] - start) for start in range(0, shape[0], size)]
+
+
+def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Indices of stacks [B, M, N] with equal matrices together, in order."""
+    by_shape: dict[tuple[int, ...], list[list[int]]] = {}
+    for index, shape in enumerate(shapes):
+        found = by_shape.setdefault(tuple(shape[-2:]), [[]])
+        held = [shapes[held_index] for held_index in found[-1]]
+        if held and (
+            sum(map(newton_schulz_flops, held)) >= _BUSY_FLOPS
+            or sum(map(math.prod, held)) + math.prod(shape) > _MAX_BATCH_NUMEL
+        ):
+            found.append([])
+        found[-1].append(index)
+    return [batch for group in by_shape.values() for batch in group]
+
+
 def gram_pays(num_rows: int, num_cols: int) -> bool:
     """Whether general products cost fewer FLOPs in Gram form: 8 a + 28 < 20 a + 10 in units of n^3, a = N / M."""
     small, big = sorted((num_rows, num_cols))
@@ -131,7 +160,8 @@ def check_kernel(name: str) -> None:
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """ "triton" or "torch". Where Triton can't run the torch kernel does, and says why, once for each reason.
 
-    "auto" takes Triton on devices that its tiles were measured on; "triton" on any that it can run on.
+    "auto" takes Triton on devices that its tiles were measured on; "triton" on any that it can run on. Ranks are alike:
+    rank 0 says it for all.
 
     Raises:
         ValueError: an unknown name.
@@ -168,7 +198,9 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str:
 @functools.cache
 def _say_once(name: str, reason: str) -> None:
     # On a machine without a GPU nobody expects anything else, unless they asked for it.
-    level = logging.INFO if name == "auto" and reason == "there is no GPU" else logging.WARNING
+    expected = name == "auto" and reason == "there is no GPU"
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    level = logging.WARNING if is_first and not expected else logging.INFO
     logger.log(level, "ns_kernel = %r: Newton-Schulz runs in plain torch, for %s", name, reason)
 
 

@@ -97,8 +97,7 @@ def train(
     history = []
     for step in range(num_steps):
         inputs, labels = (tensor.chunk(dp_world)[mesh.dp_rank] for tensor in batch(step, size))
-        _, _, gradients = trainer.forward_backward([Batch(inputs, labels, [], 0)])
-        trainer.optimizer.step()
+        gradients, _ = trainer.update(step + 1, [Batch(inputs, labels, [], 0)])
         runtime.wait_publish()
         held = {name: param for name, param in trainer.model.named_parameters() if param.device.type != "meta"}
         state_of = trainer.optimizer.state
