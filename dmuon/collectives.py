@@ -6,6 +6,7 @@ An axis of size 1 issues nothing. Gloo and NCCL differ nowhere else in dmuon tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,6 +43,7 @@ class Axis:
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
         self.fixed_tree = False
+        self._can_average = mesh is not None and mesh.device_type == "cuda"
         self.groups: list[dist.ProcessGroup] = []
         if mesh is not None and self.size > 1:
             timeout = group_timeout(mesh.get_group(), mesh.device_type)
@@ -59,13 +61,19 @@ class Axis:
         assert work is not None
         return work.wait
 
+    @property
+    def averages(self) -> bool:
+        """Whether `reduce` divides by the size of the axis, as NCCL does on the way."""
+        return self._can_average and not self.fixed_tree
+
     def reduce(self, tensor: Tensor, root: int) -> Wait:
-        """Sums `tensor` into index `root`; elsewhere it holds anything afterwards (gloo leaves partial sums)."""
+        """Sums `tensor` into index `root`, or averages it; elsewhere it holds anything afterwards."""
         if self.size == 1:
             return nothing
         if self.fixed_tree:
             return self._reduce_by_tree(tensor, root)
-        work = dist.reduce(tensor, self.ranks[root], op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        work = dist.reduce(tensor, self.ranks[root], op=op, group=self._reduce_group, async_op=True)
         assert work is not None
         return work.wait
 
@@ -136,6 +144,11 @@ class DataParallelAxes:
         both = self.shard.size > 1 and self.replicate.size > 1
         self.unshard_lane = Lane(shard_mesh.device_type) if both else None
         self.reduce_lane = Lane(shard_mesh.device_type) if both else None
+
+    @property
+    def reduced_factor(self) -> int:
+        """What a reduction over both axes is, in units of the mean over the data-parallel ranks."""
+        return math.prod(axis.size for axis in (self.shard, self.replicate) if not axis.averages)
 
     def use_fixed_tree(self) -> None:
         self.shard.fixed_tree = self.replicate.fixed_tree = True

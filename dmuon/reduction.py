@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dmuon.collectives import Wait, nothing
 from dmuon.parameter import Member
-from dmuon.section import Section, aligned
-from dmuon.torch_internals import flatten_dense_tensors
+from dmuon.section import ALIGNMENT, Section, aligned
+from dmuon.torch_internals import foreach_copy_
 
 
 class GradientLayout:
@@ -24,34 +24,38 @@ class GradientLayout:
     def __init__(self, sections: Sequence[Section]) -> None:
         self.sections = list(sections)
         self.section_sizes = [section.numel + section.num_flags for section in sections]
-        self._params = [param for section in sections for param in section.params]
+        # What lies behind one another: gradients, and None for what is no parameter's.
+        self._spans: list[tuple[Member | None, int]] = []
+        for section in sections:
+            for param in section.params:
+                gap = aligned(param.numel) - param.numel
+                self._spans += [(param, param.numel), (None, gap)] if gap else [(param, param.numel)]
+            self._spans += [(None, section.num_flags)] if section.num_flags else []
         self._constants: dict[tuple[float, ...], Tensor] = {}
-        # What a buffer is made of where every parameter has a gradient: parameters, and constants between them.
-        self._complete: list[Member | Tensor] = []
 
     def fill(self, grads: dict[Member, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer with the gradients there are, and a flag for each; what is missing is zero."""
-        if all(param in grads for param in self._params):
-            self._complete = self._complete or self._pieces(grads, dtype, device)
-            pieces = self._complete
-        else:
-            pieces = self._pieces(grads, dtype, device)
-        # One pass over all of them, in the wider of the dtypes.
-        flat = flatten_dense_tensors([piece if isinstance(piece, Tensor) else grads[piece] for piece in pieces])
-        return flat.to(dtype)
+        flat = torch.empty(sum(self.section_sizes), dtype=dtype, device=device)
+        parts = flat.split([size for _, size in self._spans])
+        filled = [(part, param) for part, (param, _) in zip(parts, self._spans, strict=True) if param in grads]
+        # One pass over all gradients, which casts them too.
+        if filled:
+            foreach_copy_([part for part, _ in filled], [grads[param].reshape(-1) for _, param in filled])
+        values = self._constants_of(grads)
+        for part, (param, _) in zip(parts, self._spans, strict=True):
+            if param is None:
+                part.copy_(self._constant(next(values), dtype, device))
+            elif param not in grads:
+                part.zero_()
+        return flat
 
-    def _pieces(self, grads: dict[Member, Tensor], dtype: torch.dtype, device: torch.device) -> list[Member | Tensor]:
-        pieces: list[Member | Tensor] = []
+    def _constants_of(self, grads: dict[Member, Tensor]) -> Iterator[tuple[float, ...]]:
+        """Zeros for each gap, and each section's flags: whether this rank used a parameter."""
         for section in self.sections:
-            for param in section.params:
-                gap = aligned(param.numel) - param.numel
-                pieces.append(param if param in grads else torch.zeros(param.numel, dtype=dtype, device=device))
-                pieces += [self._constant((0.0,) * gap, dtype, device)] if gap else []
+            yield from ((0.0,) * (aligned(p.numel) - p.numel) for p in section.params if p.numel % ALIGNMENT)
             if section.num_flags:
                 used = tuple(float(param in grads) for param in section.params)
-                padding = (0.0,) * (section.num_flags - len(used))
-                pieces.append(self._constant(used + padding, dtype, device))
-        return pieces
+                yield used + (0.0,) * (section.num_flags - len(used))
 
     def _constant(self, values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A small tensor that stays on the device: which parameters are used changes rarely."""
@@ -101,7 +105,7 @@ class Reduction:
         self._waits.append(wait)
 
     def wait(self) -> None:
-        """Both stages are over and the buffers are nobody else's; on an owner they hold the sum."""
+        """Both stages are over and the buffers are nobody else's; an owner's hold `reduced_factor` times the mean."""
         for wait in self._waits:
             wait()
         self._waits = []
@@ -116,7 +120,9 @@ class Reduction:
                 # Others may have used what this rank did not. Only then the flags are read, for the host waits.
                 flags = _used_by_any(section, buffer)
                 params = [p for p, used in zip(params, flags, strict=True) if used or p in self._used]
-            mean = buffer.div_(section.axes.world_size).float()
+            mean = buffer.float()
+            if section.axes.reduced_factor != 1:
+                mean.div_(section.axes.reduced_factor)
             for param in params:
                 if not param.master.requires_grad:
                     continue
