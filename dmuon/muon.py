@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dmuon.accumulate import discard_accumulated
+from dmuon.annotation import annotated
 from dmuon.hooks import find_runtime, reshard
 from dmuon.newton_schulz import Coefficients, orthogonalize
 from dmuon.newton_schulz.updates import FusedUpdates, Piece
@@ -261,6 +262,7 @@ class Muon(torch.optim.Optimizer):
             num_matrices = max(1, _MAX_BATCH_NUMEL // views[0][0].numel())
             yield from map(Piece._make, zip(*(view.split(num_matrices) for view in views), strict=True))
 
+    @annotated(lambda _, batch, *__: f"dmuon::newton_schulz {_batch_shape(batch)}")
     def _update(self, batch: Sequence[Piece], group: dict[str, Any]) -> None:
         """Momentum -> orthogonalise -> masters, for pieces of one shape."""
         shapes = [piece.master.shape for piece in batch]
@@ -291,6 +293,10 @@ class Muon(torch.optim.Optimizer):
         for piece, orthogonal in zip(batch, orthogonal_BMN.split(sizes), strict=True):
             piece.master.mul_(1 - group["lr"] * group["weight_decay"])
             piece.master.add_(orthogonal, alpha=-group["lr"] * scale)
+
+
+def _batch_shape(batch: Sequence[Piece]) -> str:
+    return "x".join(map(str, (sum(len(piece.master) for piece in batch), *batch[0].master.shape[1:])))
 
 
 def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
@@ -325,6 +331,7 @@ def init_adamw_state(param: nn.Parameter) -> dict[str, Tensor]:
     }
 
 
+@annotated(lambda *_: "dmuon::adamw")
 @torch.no_grad()
 def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]]) -> None:
     """torch.optim.AdamW's own update, on local shards; a rank whose shard is empty has nothing to do."""

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dmuon.annotation import annotate
 from dmuon.collectives import Wait, nothing
 from dmuon.parameter import DedicatedParameter
 from dmuon.section import Section, aligned
@@ -76,14 +77,15 @@ class Reduction:
 
     def __init__(
         self,
+        name: str,
         sections: Sequence[Section],
         sent: GradientLayout,
         owned: GradientLayout,
         grads: dict[DedicatedParameter, Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """`sections`: all of the unit; `sent` and `owned`: the layouts of those owned elsewhere and here."""
-        self._used, self._owned = grads.keys(), owned
+        """`name`, `sections`: the unit's; `sent` and `owned`: the layouts of those owned elsewhere and here."""
+        self._name, self._used, self._owned = name, grads.keys(), owned
         self._waits: list[Wait] = []
         # Kept until the end: what the first stage gathers is read on another stream or thread.
         self._buffers: list[Tensor] = []
@@ -95,8 +97,9 @@ class Reduction:
                 buffer = layout.fill(grads, dtype, layout.sections[0].device)
                 parts.update(zip(layout.sections, buffer.split(layout.section_sizes), strict=True))
                 self._buffers.append(buffer)
-        for section in sections:  # in one order on all ranks
-            self._start(section, parts[section])
+        with annotate(f"dmuon::reduce {name}"):
+            for section in sections:  # in one order on all ranks
+                self._start(section, parts[section])
 
     def _start(self, section: Section, buffer: Tensor) -> None:
         axes = section.axes
@@ -109,9 +112,11 @@ class Reduction:
 
     def wait(self) -> None:
         """Both stages are over and the buffers are nobody else's; on an owner they hold the sum."""
-        for wait in self._waits:
-            wait()
-        self._waits = []
+        if self._waits:
+            with annotate(f"dmuon::wait reduce {self._name}"):
+                for wait in self._waits:
+                    wait()
+            self._waits = []
 
     @torch.no_grad()
     def finish(self) -> None:

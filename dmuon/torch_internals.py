@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,46 @@ def record_memory_history(max_entries: int) -> None:
 
 def memory_snapshot() -> Any:
     return torch.cuda.memory._snapshot()
+
+
+def profiler_is_running() -> bool:
+    """Whether a profiler records what the calling thread does."""
+    return torch.autograd._profiler_enabled()
+
+
+class RecordedEvent(NamedTuple):
+    """What a profiler recorded. Begin and end in nanoseconds.
+
+    Attributes:
+        activity: "user_annotation", "cpu_op", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", ...
+        thread: of the system, or a GPU's stream.
+        correlation: of a kernel or copy and of the call that launched it, the same number.
+    """
+
+    activity: str
+    name: str
+    begin: int
+    end: int
+    thread: int
+    correlation: int
+
+
+def recorded_events(profiler: torch.profiler.profile) -> list[RecordedEvent]:
+    """Read where the profiler keeps them: `profiler.events()` takes 50 us for each, this 2."""
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    return [
+        RecordedEvent(
+            event.activity_type(),
+            event.name(),
+            event.start_ns(),
+            event.end_ns(),
+            event.device_resource_id(),
+            event.correlation_id(),
+        )
+        for event in results.events()
+    ]
 
 
 def silence_recomputation_warning() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dmuon.annotation import annotate
 from dmuon.collectives import DataParallelAxes, Wait
 from dmuon.parameter import DedicatedParameter
 from dmuon.reduction import GradientLayout, Reduction
@@ -45,8 +46,8 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.name, self.boundaries, self.params = name, list(boundaries), list(params)
-        owners = sorted({param.owner for param in params})
-        self.sections = [Section(owner, [p for p in params if p.owner == owner], axes, device) for owner in owners]
+        by_owner = {owner: [p for p in params if p.owner == owner] for owner in sorted({p.owner for p in params})}
+        self.sections = [Section(name, owner, own, axes, device) for owner, own in by_owner.items()]
         self._owned = GradientLayout([section for section in self.sections if section.is_owner])
         self._sent = GradientLayout([section for section in self.sections if not section.is_owner])
         self.state = UnitState.SHARDED
@@ -94,7 +95,8 @@ class Unit:
         if self.state is UnitState.SHARDED:
             if self._away is not None:
                 self._away.resize_(self._away_bytes)
-            self._waits = [section.unshard() for section in self.sections]
+            with annotate(f"dmuon::unshard {self.name}"):
+                self._waits = [section.unshard() for section in self.sections]
             self.state = UnitState.UNSHARDING
 
     def wait_unshard(self) -> None:
@@ -122,9 +124,11 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def _finish_broadcasts(self) -> None:
-        for wait in self._waits:
-            wait()
-        self._waits = []
+        if self._waits:
+            with annotate(f"dmuon::wait unshard {self.name}"):
+                for wait in self._waits:
+                    wait()
+            self._waits = []
 
     @property
     def is_trainable(self) -> bool:
@@ -140,7 +144,7 @@ class Unit:
         kept, self._accumulated, self.owes_reduction = self._accumulated, {}, False
         for param, grad in grads.items():
             kept[param] = kept[param].add_(grad) if param in kept else grad
-        return Reduction(self.sections, self._sent, self._owned, kept, self.reduce_dtype)
+        return Reduction(self.name, self.sections, self._sent, self._owned, kept, self.reduce_dtype)
 
     @torch.no_grad()
     def keep_gradients(self) -> None:
