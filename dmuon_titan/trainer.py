@@ -6,24 +6,23 @@ Shape legend: B sequences of a micro-batch, S tokens of a sequence.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import dmuon
+from dmuon.annotation import annotate
 from dmuon.materialize import RowInit
 from dmuon.torch_internals import set_group_timeout
 from dmuon_titan.checkpoint import Checkpointer, TrainState, find_newest
 from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
 from dmuon_titan.console import StatusLine, logger
+from dmuon_titan.data.batches import StepBatches
 from dmuon_titan.data.dataset import TokenDataset
-from dmuon_titan.data.loader import Batch, build_loader, epochs_begun
-from dmuon_titan.data.trace import BatchTrace
+from dmuon_titan.data.loader import Batch
 from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
 from dmuon_titan.evaluation import Evaluation, agreed_to_stop
 from dmuon_titan.loss import IGNORE_INDEX, build_loss, loss_context
@@ -54,47 +53,6 @@ class Gradients:
     stop: bool
     save_failed: bool = False
     save_due: bool = False
-
-
-class StepBatches:
-    """The micro-batches of one step after the other, traced if asked for."""
-
-    def __init__(
-        self, dataset: TokenDataset, config: JobConfig, mesh: ParallelMesh, num_consumed: int, num_micro_batches: int
-    ) -> None:
-        self.num_micro_batches = num_micro_batches
-        self._batches = build_loader(
-            dataset,
-            seed=config.debug.seed,
-            seq_len=config.training.seq_len,
-            local_batch_size=config.training.local_batch_size,
-            dp_rank=mesh.dp_rank,
-            dp_world=mesh.dp_world,
-            num_consumed=num_consumed,
-            num_microbatches=num_micro_batches,
-            num_workers=config.training.dataloader.num_workers,
-        )
-        self._trace: BatchTrace | None = None
-        if config.debug.trace_batches:
-            self._trace = BatchTrace(Path(config.job.dump_folder), mesh.dp_rank, mesh.mesh.get_local_rank("tp"))
-        self._num_windows = dataset.num_windows
-        self._num_consumed = num_consumed
-        self._global_batch_size = config.training.local_batch_size * mesh.dp_world * num_micro_batches
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last sample of the global batch that `next` returned part of; the same on all ranks."""
-        return (self._num_consumed - 1) // self._num_windows
-
-    def next(self, step: int) -> list[Batch]:
-        micro_batches = list(itertools.islice(self._batches, self.num_micro_batches))
-        for epoch in epochs_begun(self._num_consumed, self._global_batch_size, self._num_windows):
-            logger.info(f"epoch {epoch} begins at step {step}")
-        self._num_consumed += self._global_batch_size
-        if self._trace is not None:
-            for micro, batch in enumerate(micro_batches):
-                self._trace.append(step, micro, batch)
-        return micro_batches
 
 
 class Trainer:
@@ -180,7 +138,7 @@ class Trainer:
     def _update(self) -> Gradients:
         """From batches to updated weights."""
         step = self.state.step + 1
-        with self.metrics.data_loading():
+        with self.metrics.data_loading(), annotate("titan::data loading"):
             micro_batches = self.batches.next(step)
         local_loss, num_valid, gradients = self.forward_backward(micro_batches)
         if self.checkpointer is not None and gradients.save_failed:
@@ -191,7 +149,8 @@ class Trainer:
         factor = self.schedule(step - self.state.schedule_start)
         for group, peak in zip(self.optimizer.param_groups, self.peak_learning_rates, strict=True):
             group["lr"] = peak * factor
-        self.optimizer.step()
+        with annotate("titan::optimizer"):
+            self.optimizer.step()
         self.state.step = step
         self.state.consumed_samples += self.global_batch_size
         self.state.tokens_seen += self.global_batch_size * self.config.training.seq_len
@@ -219,17 +178,21 @@ class Trainer:
         self.optimizer.zero_grad()
         for input_BS, label_BS in zip(inputs, labels, strict=True):
             with loss_context(self.config.parallelism):
-                loss = self.loss(self.model(input_BS), label_BS)
-                (loss * scale).backward()
+                with annotate("titan::forward"):
+                    loss = self.loss(self.model(input_BS), label_BS)
+                with annotate("titan::backward"):
+                    (loss * scale).backward()
             local_loss += loss.detach()
         max_norm = self.config.training.max_norm
-        norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
+        with annotate("titan::clip"):
+            norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
         # All ranks learn the loss and any rank's wishes. Reading them is the step's one wait for the device.
         shared = torch.cat([local_loss.view(1), copy_to(device, torch.tensor(self._wishes(), dtype=torch.float64))])
-        dist.all_reduce(shared)
-        loss_sum = shared[0] / mesh.degree("tp")  # the ranks of a tp group have the same loss
-        found = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double()])
-        loss, norm_value, valid, *wishes = torch.cat([found, shared[1:]]).tolist()
+        with annotate("titan::agreement"):
+            dist.all_reduce(shared)
+            loss_sum = shared[0] / mesh.degree("tp")  # the ranks of a tp group have the same loss
+            found = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double()])
+            loss, norm_value, valid, *wishes = torch.cat([found, shared[1:]]).tolist()
         return local_loss, num_valid, Gradients(loss, norm_value, int(valid), *(count > 0 for count in wishes))
 
     def _wishes(self) -> tuple[bool, bool, bool]:
@@ -277,7 +240,7 @@ class Trainer:
         due = step % freq == 0 or step == self.config.training.steps
         if self.evaluation is None or stop or not due:
             return stop
-        with self.metrics.paused():
+        with self.metrics.paused(), annotate("titan::validation"):
             loss = self.evaluation.loss(self.model)
         if loss is None:
             return True
@@ -293,7 +256,7 @@ class Trainer:
                 raise TitanError(f"stopped by a signal after step {step}; nothing was saved, for checkpoint.{key}")
             return
         due = due_by_clock or step % options.interval == 0 or (step == 1 and options.enable_first_step_checkpoint)
-        with self.metrics.paused():
+        with self.metrics.paused(), annotate("titan::checkpoint"):
             if stop and not options.save_on_signal:
                 self.checkpointer.finish()
                 raise Preempted(
