@@ -18,6 +18,7 @@ from torch.profiler import ProfilerAction
 from dmuon.torch_internals import memory_snapshot, record_memory_history, recorded_events
 from dmuon_titan.config.schema import Profiling
 from dmuon_titan.console import logger
+from dmuon_titan.disk import why_not_writable
 from dmuon_titan.profiling.summary import headline, page, summarize
 
 _MAX_SNAPSHOT_ENTRIES = 100_000
@@ -103,13 +104,11 @@ def _dispensable(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
+        why = why_not_writable(path) or f"{error.strerror}: {path}"
         for torn in (path, Path(f"{path}.tmp")):  # the profiler's own name for what is not complete
             with suppress(OSError):
                 torn.unlink()
-        logger.warning(
-            f"{path} can't be written ({error.strerror}): training goes on without it; make room, or name another "
-            "folder in [profiling]"
-        )
+        logger.warning(f"training goes on without {path.name}: {why}; make room, or name another folder in [profiling]")
 
 
 def _check_whole(trace: Path) -> None:

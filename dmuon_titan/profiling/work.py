@@ -23,16 +23,16 @@ _COPIES = ("gpu_memcpy", "gpu_memset")
 _NCCL = re.compile("nccl.*?_(AllGather|AllReduce|ReduceScatter|Broadcast|Reduce|SendRecv)")
 # A compiled graph is one node of autograd. In other nodes hooks may wait: they don't count as computing.
 _COMPUTING = ("aten::", "CompiledFunction")
-# What c10d issues: what gloo runs for it, and its name here, which is NCCL's.
+# What c10d issues: what gloo runs for it, and its name here.
 _GLOO = {
-    "c10d::broadcast_": ("gloo:broadcast", "Broadcast"),
-    "c10d::reduce_": ("gloo:reduce", "Reduce"),
-    "c10d::allreduce_": ("gloo:all_reduce", "AllReduce"),
-    "c10d::_reduce_scatter_base_": ("gloo:all_reduce", "ReduceScatter"),
-    "c10d::allgather_": ("gloo:all_gather", "AllGather"),
-    "c10d::_allgather_base_": ("gloo:all_gather", "AllGather"),
-    "c10d::gather_": ("gloo:gather", "Gather"),
-    "c10d::alltoall_base_": ("gloo:all_to_all", "AllToAll"),
+    "c10d::broadcast_": ("gloo:broadcast", "broadcast"),
+    "c10d::reduce_": ("gloo:reduce", "reduce"),
+    "c10d::allreduce_": ("gloo:all_reduce", "all-reduce"),
+    "c10d::_reduce_scatter_base_": ("gloo:all_reduce", "reduce-scatter"),
+    "c10d::allgather_": ("gloo:all_gather", "all-gather"),
+    "c10d::_allgather_base_": ("gloo:all_gather", "all-gather"),
+    "c10d::gather_": ("gloo:gather", "gather"),
+    "c10d::alltoall_base_": ("gloo:all_to_all", "all-to-all"),
 }
 
 
@@ -124,8 +124,7 @@ def _add_gpu_work(work: Work, events: Sequence[RecordedEvent]) -> None:
         if event.activity in _COPIES:
             work.copies.append(span)
         elif "nccl" in event.name:
-            found = _NCCL.search(event.name)
-            work.transfers[_kind(found[1] if found else "other", label)].append(span)
+            work.transfers[_kind(_nccl_operation(event.name), label)].append(span)
         else:
             work.computing.append(span)
         work.of_label[label].append(span)
@@ -167,11 +166,17 @@ def _gloo_transfers(events: Sequence[RecordedEvent], labels: Labels) -> Iterator
             run[event.name].append(event)
     for name, found in run.items():
         if len(issued[name]) != len(found):  # some were under way when the recording began or ended
-            yield from ((name.removeprefix("gloo:"), (event.begin, event.end)) for event in found)
+            yield from ((name.removeprefix("gloo:").replace("_", "-"), (event.begin, event.end)) for event in found)
             continue
         for issue, event in zip(issued[name], found, strict=True):
             kind = _kind(_GLOO[issue.name][1], labels.at(issue.begin, issue.thread))
             yield kind, (issue.begin, event.end)
+
+
+def _nccl_operation(kernel: str) -> str:
+    """`all-reduce` of `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
+    found = _NCCL.search(kernel)
+    return re.sub("(?<=[a-z])(?=[A-Z])", "-", found[1]).lower() if found else "other"
 
 
 def _kind(operation: str, label: str) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from dmuon_titan.config.schema import build
 from dmuon_titan.console import StatusLine
-from dmuon_titan.metrics import Metrics, StepFigures, forget_after, peak_flops
+from dmuon_titan.metrics import Metrics, StepFigures, peak_flops
+from dmuon_titan.records import forget_after
 
 
 def logged(folder: Path, *, ranks_per_batch: int = 1) -> dict[str, float]:

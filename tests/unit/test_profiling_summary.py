@@ -80,9 +80,9 @@ def test_each_transfer_is_counted_as_what_it_is_for() -> None:
     """Also one that the thread of the backward issues, while another thread says that this is the backward."""
     assert summarize(GPU_STEP).communication == {
         "unshard": (20 * MS, 10 * MS),
-        "FSDP AllGather": (7 * MS, 0),
+        "FSDP all-gather": (7 * MS, 0),
         "reduce": (10 * MS, 5 * MS),
-        "AllReduce": (1 * MS, 1 * MS),
+        "all-reduce": (1 * MS, 1 * MS),
     }
 
 
