@@ -24,7 +24,7 @@ from dmuon_titan.data.batches import StepBatches
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import Batch
 from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
-from dmuon_titan.evaluation import Evaluation, agreed_to_stop
+from dmuon_titan.evaluation import Evaluation, any_rank
 from dmuon_titan.loss import IGNORE_INDEX, build_loss, loss_context
 from dmuon_titan.lr_scheduler import build_schedule
 from dmuon_titan.mesh import ParallelMesh, copy_to
@@ -129,8 +129,11 @@ class Trainer:
     def step(self) -> None:
         """One optimizer step, and what is due after it. Raises what `train` does."""
         gradients = self._update()
-        stop = self._validate_if_due(gradients.stop)
+        # A stop comes first. What it leaves out, the next start makes up for; there is none after the last step.
+        stop = gradients.stop or not self._validate_if_due()
         self._save_if_due(stop, gradients.save_due)
+        if stop:
+            self._validate_if_due(interruptible=False)
         if self.state.step % self.config.training.gc_freq == 0:
             gc.collect(1)
         self.profiler.step()
@@ -234,18 +237,17 @@ class Trainer:
         figures = StepFigures(gradients.loss, local_mean.item(), gradients.norm, rates, self.batches.epoch)
         self.metrics.log(step, figures, self.state.tokens_seen)
 
-    def _validate_if_due(self, stop: bool) -> bool:
-        """Returns whether to stop, which may be asked for meanwhile."""
+    def _validate_if_due(self, *, interruptible: bool = True) -> bool:
+        """Returns False if it was interrupted by a request to stop."""
         step, freq = self.state.step, self.config.validation.freq
         due = step % freq == 0 or step == self.config.training.steps
-        if self.evaluation is None or stop or not due:
-            return stop
-        with self.metrics.paused(), annotate("titan::validation"):
-            loss = self.evaluation.loss(self.model)
-        if loss is None:
+        if self.evaluation is None or not due:
             return True
-        self.metrics.log_validation(step, loss)
-        return False
+        with self.metrics.paused(), annotate("titan::validation"):
+            loss = self.evaluation.loss(self.model, interruptible=interruptible)
+        if loss is not None:
+            self.metrics.log_validation(step, loss)
+        return loss is not None
 
     def _save_if_due(self, stop: bool, due_by_clock: bool) -> None:
         step, last, options = self.state.step, self.state.step == self.config.training.steps, self.config.checkpoint
@@ -273,7 +275,8 @@ class Trainer:
     def _begin(self) -> None:
         """From here on ranks stop together, at the end of a step. Until then each leaves at once: nothing is lost."""
         self.watcher.patience_s = _FIRST_STEP_PATIENCE_S
-        if agreed_to_stop(self.watcher):
+        owed = any_rank(self.metrics.owes_validation)
+        if any_rank(self.watcher.requested) or (owed and not self._validate_if_due()):
             raise Preempted("stopped by a signal before the first step; there is nothing to save")
 
     def _end_patience(self) -> None:

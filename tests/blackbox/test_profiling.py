@@ -78,7 +78,7 @@ def test_a_trace_names_what_the_job_did_and_its_summary_agrees(tmp_path: Path) -
         assert 0 < newton_schulz + rows["AdamW"][0] <= rows["optimizer"][0]
         parts = [rows[name][0] for name in ("computing", "exposed communication", "neither")]
         assert sum(parts) == pytest.approx(step_ms, abs=2e-3)
-        for kind in ("unshard", "reduce", "FSDP AllGather", "FSDP ReduceScatter", "AllReduce"):
+        for kind in ("unshard", "reduce", "FSDP all-gather", "FSDP reduce-scatter", "all-reduce"):
             total, exposed = rows[kind]
             assert 0 <= exposed <= total <= step_ms
             assert total > 0
