@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +182,21 @@ def test_flattening_keeps_order_and_promotes() -> None:
     flat = torch_internals.flatten_dense_tensors([torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.full((3,), 2.0)])
     assert flat.dtype == torch.float32
     assert flat.tolist() == [1, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_profilers_events_are_those_of_its_trace(tmp_path: Path) -> None:
+    assert not torch_internals.profiler_is_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert torch_internals.profiler_is_running()
+        with torch.profiler.record_function("titan::forward"):
+            torch.ones(8, 8).mm(torch.ones(8, 8))
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {event["name"]: event for event in written if event["ph"] == "X"}
+    recorded = {event.name: event for event in torch_internals.recorded_events(profiler)}
+    for name, activity in {"titan::forward": "user_annotation", "aten::mm": "cpu_op"}.items():
+        event, span = recorded[name], spans[name]
+        assert (event.activity, event.thread) == (activity, span["tid"])
+        assert event.end - event.begin == pytest.approx(span["dur"] * 1e3, abs=2)
+    outer, inner = recorded["titan::forward"], recorded["aten::mm"]
+    assert outer.begin <= inner.begin < inner.end <= outer.end
