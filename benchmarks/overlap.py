@@ -68,15 +68,16 @@ TRANSFERS = ("unshard", "reduce", "column reduce", "publish", "fsdp")
 def _set_up(overrides: list[str]) -> tuple[nn.Module, Callable[[], None], tuple[int, int, int]]:
     job = parallel_model(overrides)
     config, model = job.config, job.model
-    optimizer, loss = build_optimizer(config.optimizer, model), build_loss(config.compile)
+    optimizer, loss = build_optimizer(config.optimizer, model), build_loss(config)
     shape = (config.training.local_batch_size, config.training.seq_len)
     tokens_BS = torch.randint(job.size.vocab_size, shape, device=job.mesh.device)
 
+    scale = torch.tensor(1 / tokens_BS.numel(), device=job.mesh.device)
+
     def step() -> None:
         with record_function("forward"):
-            logits_BSV = model(tokens_BS)
-        (loss(logits_BSV, tokens_BS) / tokens_BS.numel()).backward()
-        del logits_BSV
+            scaled, _ = loss(model, tokens_BS, tokens_BS, scale)
+        scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
 

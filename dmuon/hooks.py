@@ -286,16 +286,24 @@ class Runtime:
         for unit in self.units:
             unit.reshard()
 
+    @property
+    def has_copies(self) -> bool:
+        """Compute copies are made at the first forward."""
+        return self._prepare is None
+
+    @property
+    def forward_order(self) -> list[Unit]:
+        """All units, as the last forward used them."""
+        return list(dict.fromkeys([*self._last_order, *self.units]))
+
     def publish(self) -> None:
         """After masters changed: renews the compute copies and sends them along the owner columns, in forward order."""
         self.is_filled = True
-        if self._prepare is not None:
-            return  # there are no copies yet
-        self.reshard()
-        for unit in dict.fromkeys([*self._last_order, *self.units]):
-            for section in unit.sections:
-                section.refresh_compute()
-                section.publish()
+        if self.has_copies:
+            self.reshard()
+            for unit in self.forward_order:
+                for section in unit.sections:
+                    section.publish()
 
     def wait_publish(self) -> None:
         """Afterwards no collective reads or writes any weights."""

@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from dmuon.accumulate import discard_accumulated
+from dmuon.adamw import adamw_step, init_adamw_state, is_due
 from dmuon.annotation import annotated
 from dmuon.hooks import find_runtime, reshard
-from dmuon.newton_schulz import Coefficients, orthogonalize
-from dmuon.newton_schulz.updates import FusedUpdates, Piece
+from dmuon.newton_schulz import Coefficients
+from dmuon.newton_schulz.planning import BatchPlan, batches, stack_sizes
+from dmuon.newton_schulz.updates import FusedUpdates, Piece, update_by_torch
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
-from dmuon.parameter import local
+from dmuon.parameter import DedicatedParameter
+from dmuon.publication import Publication
 from dmuon.slices import SliceUpdates
-from dmuon.torch_internals import foreach_lerp_
 
 MOMENTUM = "momentum_buffer"
-EXP_AVG, EXP_AVG_SQ, STEP = "exp_avg", "exp_avg_sq", "step"
-
-# Bounds the float32 workspace of one batched Newton-Schulz call: 2^28 elements are 1 GiB.
-_MAX_BATCH_NUMEL = 1 << 28
 
 
 class Muon(torch.optim.Optimizer):
@@ -161,17 +159,29 @@ class Muon(torch.optim.Optimizer):
         self._runtime.wait_publish()
         if not self._is_checked:
             self._check_parameters()
-        for group in self.param_groups:
-            if group["kind"] == MUON:
-                self._muon_step(group)
-        # Before AdamW, beside which the first units travel already.
-        self._runtime.publish()
+        self._muon_step()
+        # Beside it what was published travels.
         for group in self.param_groups:
             if group["kind"] == ADAMW:
                 adamw_step(group, self.state)
         if not self._replicate_async:
             self._runtime.wait_publish()
         return loss
+
+    def _muon_step(self) -> None:
+        work = self._batches(_gradient_if_due)
+        cut = [(group, self._cut(group)) for group in self.param_groups]
+        parts = [batch.params for batch in work] + [params for _, params in cut]
+        publication = Publication(self._runtime, chain.from_iterable(parts))
+        for batch in work:
+            copied = self._update(batch)
+            for param in batch.params:
+                publication.updated(param, copied=copied)
+            publication.advance()
+        if self._update_slices is not None:
+            for group, params in cut:
+                self._update_slices([(p, self.state[p.master][MOMENTUM]) for p in params], group, lr_scale)
+        publication.finish()
 
     def _check_parameters(self) -> None:
         """At the first step: what this optimizer was given is what the model trains."""
@@ -225,78 +235,67 @@ class Muon(torch.optim.Optimizer):
             for slot, tensor in slots.items():
                 tensor.copy_(loaded[param][slot])
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
-        due = [param for param in group["params"] if _is_due(param)]
-        pieces = [piece for param in due for piece in self._pieces(param, param.grad)]
-        for batch in batches([piece.master.shape for piece in pieces]):
-            self._update([pieces[index] for index in batch], group)
-        if self._update_slices is not None:
-            cut = [
-                (self._dedicated[param], self.state[param][MOMENTUM]) for param in due if self._dedicated[param].is_cut
-            ]
-            self._update_slices(cut, group, lr_scale)
+    def _batches(self, grad_of: Callable[[nn.Parameter], Tensor | None]) -> list[Batch]:
+        """Of the uncut matrices that this rank updates, those first whose units forward needs first."""
+        found = []
+        for group in self.param_groups:
+            if group["kind"] == MUON:
+                due = [self._dedicated[param] for param in group["params"] if grad_of(param) is not None]
+                pieces = [(param, piece) for param in due for piece in self._pieces(param, grad_of(param.master))]
+                for batch in batches([piece.master.shape for _, piece in pieces]):
+                    found.append(Batch(group, *zip(*(pieces[index] for index in batch), strict=True)))
+        order = {param: place for place, param in enumerate(self._dedicated.values())}
+        return sorted(found, key=lambda batch: order[batch.params[0]])
+
+    def _cut(self, group: dict[str, Any]) -> list[DedicatedParameter]:
+        params = (self._dedicated[param] for param in group["params"] if group["kind"] == MUON and is_due(param))
+        return [param for param in params if param.is_cut]
 
     def newton_schulz_plan(self) -> list[str]:
         """A line about each batch of matrices that this rank updates, if all have gradients; cut ones are not in it."""
-        lines = []
-        for group in self.param_groups:
-            if group["kind"] == MUON:
-                held = [param for param in group["params"] if param.device.type != "meta"]
-                shapes = [piece.master.shape for param in held for piece in self._pieces(param, param)]
-                for batch in batches(shapes):
-                    plan = self._fused.plan([shapes[index] for index in batch], held[0].device, group)
-                    lines.append(str(plan))
-        return lines
+        return [str(self._plan(batch)) for batch in self._batches(_if_held)]
 
-    def _pieces(self, param: nn.Parameter, grad: Tensor | None) -> Iterator[Piece]:
+    def _plan(self, batch: Batch) -> BatchPlan:
+        master = batch.pieces[0].master
+        return self._fused.plan([piece.master.shape for piece in batch.pieces], master.device, batch.group)
+
+    def _pieces(self, param: DedicatedParameter, grad: Tensor | None) -> Iterator[Piece]:
         """A parameter's matrices, or stacks of them of which none is larger than a batch may be; none of a cut one."""
-        if self._dedicated[param].is_cut:
+        if param.is_cut:
             return
-        assert grad is not None
-        matrices = self._dedicated[param].matrices
-        momentum = self.state[param][MOMENTUM]
-        for views in zip(matrices(param), matrices(grad), matrices(momentum), strict=True):
-            if views[0].numel() <= _MAX_BATCH_NUMEL:
-                yield Piece(*views)
-                continue
-            num_matrices = max(1, _MAX_BATCH_NUMEL // views[0][0].numel())
-            yield from map(Piece._make, zip(*(view.split(num_matrices) for view in views), strict=True))
+        tensors = [param.master, grad, self.state[param.master][MOMENTUM]]
+        if self._runtime.has_copies and param.compute.dtype != torch.float32:  # else the master is its own copy
+            tensors.append(param.compute.detach())
+        for views in zip(*(param.matrices(tensor) for tensor in tensors), strict=True):
+            sizes = stack_sizes(views[0].shape)
+            yield from (Piece(*parts) for parts in zip(*(view.split(sizes) for view in views), strict=True))
 
-    @annotated(lambda _, batch, *__: f"dmuon::newton_schulz {_batch_shape(batch)}")
-    def _update(self, batch: Sequence[Piece], group: dict[str, Any]) -> None:
-        """Momentum -> orthogonalise -> masters, for pieces of one shape."""
-        shapes = [piece.master.shape for piece in batch]
-        plan = self._fused.plan(shapes, batch[0].master.device, group)
-        scale = lr_scale(group["adjust_lr_fn"], shapes[0])
-        if self._fused.can_take(plan, batch):
-            self._fused(plan, batch, group, scale)
-            return
-        grads, buffers = [piece.grad for piece in batch], [piece.momentum for piece in batch]
-        momenta = buffers if buffers[0].dtype == torch.float32 else [buffer.float() for buffer in buffers]
-        foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        if momenta is not buffers:
-            for buffer, momentum in zip(buffers, momenta, strict=True):
-                buffer.copy_(momentum)
-        sizes = [grad.shape[0] for grad in grads]
-        update_BMN = torch.cat(grads if group["nesterov"] else momenta)
-        if group["nesterov"]:
-            foreach_lerp_(list(update_BMN.split(sizes)), momenta, group["momentum"])
-        del momenta
-        orthogonal_BMN = orthogonalize(
-            update_BMN,
-            num_steps=group["ns_steps"],
-            backend=group["ns_backend"],
-            coefficients=group["ns_coefficients"],
-            dtype=plan.dtype,
-            kernel=self._fused.kernel,
-        )
-        for piece, orthogonal in zip(batch, orthogonal_BMN.split(sizes), strict=True):
-            piece.master.mul_(1 - group["lr"] * group["weight_decay"])
-            piece.master.add_(orthogonal, alpha=-group["lr"] * scale)
+    @annotated(lambda self, batch: "dmuon::newton_schulz " + "x".join(map(str, self._plan(batch).shape)))
+    def _update(self, batch: Batch) -> bool:
+        """Returns whether compute copies were renewed with the masters."""
+        plan, pieces = self._plan(batch), batch.pieces
+        scale = lr_scale(batch.group["adjust_lr_fn"], pieces[0].master.shape)
+        if self._fused.can_take(plan, pieces):
+            self._fused(plan, pieces, batch.group, scale)
+            return pieces[0].compute is not None
+        update_by_torch(pieces, batch.group, scale, dtype=plan.dtype, kernel=self._fused.kernel)
+        return False
 
 
-def _batch_shape(batch: Sequence[Piece]) -> str:
-    return "x".join(map(str, (sum(len(piece.master) for piece in batch), *batch[0].master.shape[1:])))
+class Batch(NamedTuple):
+    """Matrices of one shape that are updated together: pieces, and the parameter of each."""
+
+    group: dict[str, Any]
+    params: Sequence[DedicatedParameter]
+    pieces: Sequence[Piece]
+
+
+def _if_held(param: nn.Parameter) -> nn.Parameter | None:
+    return None if param.device.type == "meta" else param
+
+
+def _gradient_if_due(param: nn.Parameter) -> Tensor | None:
+    return param.grad if is_due(param) else None
 
 
 def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
@@ -305,66 +304,3 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1, rows / cols))
-
-
-def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Indices of equal matrix shapes together, in order, each batch within the workspace bound."""
-    by_shape: dict[tuple[int, ...], list[list[int]]] = {}
-    held: dict[tuple[int, ...], int] = {}
-    for index, shape in enumerate(shapes):
-        matrix, numel = tuple(shape[-2:]), shape.numel()
-        open_batches = by_shape.setdefault(matrix, [[]])
-        if open_batches[-1] and held[matrix] + numel > _MAX_BATCH_NUMEL:
-            open_batches.append([])
-        held[matrix] = numel + (held[matrix] if open_batches[-1] else 0)
-        open_batches[-1].append(index)
-    return [batch for group in by_shape.values() for batch in group]
-
-
-def init_adamw_state(param: nn.Parameter) -> dict[str, Tensor]:
-    """State in the shape and sharding of `param`; the fused kernel wants its step count on the device."""
-    device = param.device if _fused(param) else torch.device("cpu")
-    return {
-        STEP: torch.zeros((), dtype=torch.float32, device=device),
-        EXP_AVG: torch.zeros_like(param),
-        EXP_AVG_SQ: torch.zeros_like(param),
-    }
-
-
-@annotated(lambda *_: "dmuon::adamw")
-@torch.no_grad()
-def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]]) -> None:
-    """torch.optim.AdamW's own update, on local shards; a rank whose shard is empty has nothing to do."""
-    params = [param for param in group["params"] if _is_due(param)]
-    filled = [p for p in params if local(p).numel() > 0]
-    for param in params:
-        if local(param).numel() == 0:
-            state[param][STEP] += 1
-    if not filled:
-        return
-    beta1, beta2 = group["betas"]
-    adamw(
-        [local(p) for p in filled],
-        [local(p.grad) for p in filled],
-        [local(state[p][EXP_AVG]) for p in filled],
-        [local(state[p][EXP_AVG_SQ]) for p in filled],
-        [],
-        [state[p][STEP] for p in filled],
-        fused=True if _fused(filled[0]) else None,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-
-
-def _fused(param: Tensor) -> bool:
-    return param.device.type == "cuda"
-
-
-def _is_due(param: nn.Parameter) -> bool:
-    # A frozen one may still have zeros, from zero_grad(set_to_none=False): momentum and weight decay would go on.
-    return param.grad is not None and param.requires_grad

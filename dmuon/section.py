@@ -89,8 +89,10 @@ class Section:
         """Owner and float32: one storage serves as both."""
         return self.is_owner and self.compute is not None and self.compute.dtype == torch.float32
 
-    def publish(self) -> None:
-        """Starts sending the owner's compute copy along the owner column."""
+    def publish(self, *, renewed: bool = False) -> None:
+        """Renews the owner's compute copy, unless it is `renewed`, and starts sending it along the owner column."""
+        if not renewed:
+            self.refresh_compute()
         if self.in_column and self.axes.replicate.size > 1:
             assert self.compute is not None
             with annotate(f"dmuon::publish {self.name}"):

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dmuon_titan.config.schema import JobConfig
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import build_loader
 from dmuon_titan.errors import DataError
-from dmuon_titan.loss import IGNORE_INDEX, loss_context
+from dmuon_titan.loss import IGNORE_INDEX, Losses, loss_context
 from dmuon_titan.mesh import ParallelMesh, copy_to
 from dmuon_titan.signals import StopWatcher
 
@@ -29,7 +29,7 @@ class Evaluation:
         dataset: TokenDataset,
         config: JobConfig,
         mesh: ParallelMesh,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[..., Losses],
         watcher: StopWatcher,
     ) -> None:
         """Raises DataError if the split doesn't fill a single batch."""
@@ -71,7 +71,7 @@ class Evaluation:
                     return None
                 label_BS = copy_to(device, batch.label_BS)
                 with loss_context(self.config.parallelism):
-                    loss = self._loss(model(copy_to(device, batch.input_BS)), label_BS)
+                    _, loss = self._loss(model, copy_to(device, batch.input_BS), label_BS, sums.new_ones(()))
                 sums += torch.stack([loss.double(), (label_BS != IGNORE_INDEX).sum().double()])
         finally:
             model.train()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dmuon
-from dmuon.muon import init_adamw_state
+from dmuon.adamw import init_adamw_state
 from dmuon_titan.config.schema import Optimizer
 from dmuon_titan.console import logger
 

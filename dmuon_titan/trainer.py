@@ -76,7 +76,7 @@ class Trainer:
         self.config, self.mesh, self.size, self.state, self.watcher = config, mesh, size, state, watcher
         self.model, self.plan = build_model(config, size, mesh, weights)
         self.optimizer = build_optimizer(config.optimizer, self.model)
-        self.loss = build_loss(config.compile)
+        self.loss = build_loss(config)
         self.peak_learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:
@@ -182,10 +182,10 @@ class Trainer:
         for input_BS, label_BS in zip(inputs, labels, strict=True):
             with loss_context(self.config.parallelism):
                 with annotate("titan::forward"):
-                    loss = self.loss(self.model(input_BS), label_BS)
+                    scaled, loss = self.loss(self.model, input_BS, label_BS, scale)
                 with annotate("titan::backward"):
-                    (loss * scale).backward()
-            local_loss += loss.detach()
+                    scaled.backward()
+            local_loss += loss
         max_norm = self.config.training.max_norm
         with annotate("titan::clip"):
             norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)

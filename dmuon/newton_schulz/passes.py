@@ -1,5 +1,5 @@
-"""Triton kernels around the iteration: momentum, look-ahead, normalisation and the update of masters, each tensor read
-as few times as the norm of the whole matrix allows.
+"""Triton kernels around the iteration: momentum, look-ahead, normalisation and the update of masters and their
+compute copies, each tensor read as few times as the norm of the whole matrix allows.
 
 Shapes: a stack of B matrices M x N, contiguous: master, gradient, momentum. X [B, M', N'] with M' >= M and N' >= N is
 the part of a batch's half-precision buffer that belongs to it. All arithmetic is float32; squares are summed in
@@ -128,6 +128,7 @@ def _advance_kernel(
 def _update_kernel(
     master_ptr,
     X_ptr,
+    compute_ptr,
     numel,
     num_cols,
     X_matrix,
@@ -135,6 +136,7 @@ def _update_kernel(
     keep,
     step,
     IS_PADDED: tl.constexpr,
+    COPIES: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -146,7 +148,10 @@ def _update_kernel(
     else:
         update = tl.load(X_ptr + matrix * X_matrix + source, mask=offset < numel, other=0.0).to(tl.float32)
     master = _load(master_ptr + matrix * numel, offset, numel, EVEN)
-    _store(master_ptr + matrix * numel, offset, master * keep + update * step, offset, numel, EVEN)
+    master = master * keep + update * step
+    _store(master_ptr + matrix * numel, offset, master, offset, numel, EVEN)
+    if COPIES:
+        _store(compute_ptr + matrix * numel, offset, master, offset, numel, EVEN)
 
 
 def squared_norms(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, *, nesterov: bool) -> Tensor:
@@ -181,12 +186,13 @@ def advance(grad: Tensor, buffer: Tensor, inverse_norm: Tensor, X: Tensor, momen
     )
 
 
-def update_master(master: Tensor, X: Tensor, *, keep: float, step: float) -> None:
-    """master <- keep master + step X."""
+def update_master(master: Tensor, X: Tensor, compute: Tensor | None = None, *, keep: float, step: float) -> None:
+    """master <- keep master + step X, and `compute`, if given, the same in its own dtype."""
     numel = master[0].numel()
     _update_kernel[(_programs(numel), len(master))](
         master,
         X,
+        master if compute is None else compute,
         numel,
         master.shape[-1],
         X.stride(0),
@@ -194,6 +200,7 @@ def update_master(master: Tensor, X: Tensor, *, keep: float, step: float) -> Non
         keep,
         step,
         IS_PADDED=X.shape[-1] != master.shape[-1],
+        COPIES=compute is not None,
         **_launch(numel),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,12 @@ _ALIGNMENT = 8
 
 # A captured graph holds its buffers for good: only batches that launches would slow down get one.
 _MOST_REPLAYED_FLOPS = 1.5e12
+
+# A batch is closed once it keeps the GPU busy for milliseconds: larger ones are no faster, take more workspace, and
+# hold up what is published behind them.
+_BUSY_FLOPS = 4e12
+# Bounds the float32 workspace of a batch: 2^28 elements are 1 GiB.
+_MAX_BATCH_NUMEL = 1 << 28
 
 # Below, a tile is mostly empty.
 _SMALLEST_SIZE = 64
@@ -113,6 +120,27 @@ def plan_batch(
         choose_tiles(capability, Product("square", small, small, num)),
         replays and device.type == "cuda" and newton_schulz_flops(shape) <= _MOST_REPLAYED_FLOPS,
     )
+
+
+def stack_sizes(shape: torch.Size) -> list[int]:
+    """Into how many matrices each to split a stack [B, M, N], so that no part is larger than a batch may be."""
+    size = max(1, _MAX_BATCH_NUMEL // math.prod(shape[1:]))
+    return [min(size, shape[0] - start) for start in range(0, shape[0], size)]
+
+
+def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Indices of stacks [B, M, N] with equal matrices together, in order."""
+    by_shape: dict[tuple[int, ...], list[list[int]]] = {}
+    for index, shape in enumerate(shapes):
+        found = by_shape.setdefault(tuple(shape[-2:]), [[]])
+        held = [shapes[held_index] for held_index in found[-1]]
+        if held and (
+            sum(map(newton_schulz_flops, held)) >= _BUSY_FLOPS
+            or sum(map(math.prod, held)) + math.prod(shape) > _MAX_BATCH_NUMEL
+        ):
+            found.append([])
+        found[-1].append(index)
+    return [batch for group in by_shape.values() for batch in group]
 
 
 def gram_pays(num_rows: int, num_cols: int) -> bool:

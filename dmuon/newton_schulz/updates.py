@@ -1,6 +1,7 @@
-"""The whole update of a batch of equal matrices by Triton kernels: momentum -> orthogonalise -> masters.
+"""The whole update of a batch of equal matrices, momentum -> orthogonalise -> masters: by Triton kernels, or in torch.
 
-There is no copy of the update in float32: gradient and momentum are read twice instead, for the norm and for X.
+By Triton there is no copy of the update in float32: gradient and momentum are read twice instead, for the norm and for
+X. And the compute copy is written with the master.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmuon.newton_schulz import SMALLEST_NORM, resolve_dtype
+from dmuon.newton_schulz import SMALLEST_NORM, orthogonalize, resolve_dtype
 from dmuon.newton_schulz.coefficients import resolve
 from dmuon.newton_schulz.execution import Execution
 from dmuon.newton_schulz.planning import BatchPlan, check_kernel, plan_batch
+from dmuon.torch_internals import foreach_lerp_
 
 
 class Piece(NamedTuple):
-    """Views [B, M, N] of part of one parameter, its gradient and its momentum."""
+    """Views [B, M, N] of part of one parameter, its gradient, its momentum, and its compute copy if it has one."""
 
     master: Tensor
     grad: Tensor
     momentum: Tensor
+    compute: Tensor | None = None
 
 
 class FusedUpdates:
@@ -54,10 +57,12 @@ class FusedUpdates:
         )
 
     def can_take(self, plan: BatchPlan, batch: Sequence[Piece]) -> bool:
-        return plan.kernel == "triton" and all(tensor.is_contiguous() for piece in batch for tensor in piece)
+        return plan.kernel == "triton" and all(
+            tensor is None or tensor.is_contiguous() for piece in batch for tensor in piece
+        )
 
     def __call__(self, plan: BatchPlan, batch: Sequence[Piece], group: Mapping[str, Any], scale: float) -> None:
-        """Updates masters and momenta.
+        """Updates masters and momenta, and renews compute copies.
 
         Args:
             group: the options of `dmuon.Muon`.
@@ -77,4 +82,32 @@ class FusedUpdates:
         result = self.execution.run(plan, triples, X)
         keep, step = 1 - group["lr"] * group["weight_decay"], -group["lr"] * scale
         for piece, part in zip(batch, result.split(sizes), strict=True):
-            passes.update_master(piece.master, part, keep=keep, step=step)
+            passes.update_master(piece.master, part, piece.compute, keep=keep, step=step)
+
+
+def update_by_torch(
+    batch: Sequence[Piece], group: Mapping[str, Any], scale: float, *, dtype: torch.dtype, kernel: str
+) -> None:
+    """Momentum -> orthogonalise -> masters in torch operations, on any device. `dtype`: of the iteration."""
+    grads, buffers = [piece.grad for piece in batch], [piece.momentum for piece in batch]
+    momenta = buffers if buffers[0].dtype == torch.float32 else [buffer.float() for buffer in buffers]
+    foreach_lerp_(momenta, grads, 1 - group["momentum"])
+    if momenta is not buffers:
+        for buffer, momentum in zip(buffers, momenta, strict=True):
+            buffer.copy_(momentum)
+    sizes = [grad.shape[0] for grad in grads]
+    update_BMN = torch.cat(grads if group["nesterov"] else momenta)
+    if group["nesterov"]:
+        foreach_lerp_(list(update_BMN.split(sizes)), momenta, group["momentum"])
+    del momenta
+    orthogonal_BMN = orthogonalize(
+        update_BMN,
+        num_steps=group["ns_steps"],
+        backend=group["ns_backend"],
+        coefficients=group["ns_coefficients"],
+        dtype=dtype,
+        kernel=kernel,
+    )
+    for piece, orthogonal in zip(batch, orthogonal_BMN.split(sizes), strict=True):
+        piece.master.mul_(1 - group["lr"] * group["weight_decay"])
+        piece.master.add_(orthogonal, alpha=-group["lr"] * scale)

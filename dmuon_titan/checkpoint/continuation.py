@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import dmuon
-from dmuon.muon import EXP_AVG, MOMENTUM
+from dmuon.adamw import EXP_AVG
+from dmuon.muon import MOMENTUM
 from dmuon_titan.checkpoint.folder import Saved
 from dmuon_titan.checkpoint.keys import MODEL, OPTIMIZER, STATE
 from dmuon_titan.checkpoint.manifest import Manifest

@@ -7,7 +7,8 @@ owner had a value. The first part of a name is what `checkpoint.exclude_from_loa
 
 from __future__ import annotations
 
-from dmuon.muon import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
+from dmuon.adamw import EXP_AVG, EXP_AVG_SQ, STEP
+from dmuon.muon import MOMENTUM
 from dmuon.state_dict import MODEL, OPTIMIZER, PARAM_GROUPS, STATE
 
 TRAIN_STATE, SCHEDULE, DATA, RANDOM = "train_state", "lr_scheduler", "dataloader", "random_state"

@@ -346,7 +346,9 @@ class ActivationCheckpoint:
         "selective", "Recompute whole blocks, a selection, or nothing.", choices=("selective", "full", "none")
     )
     selective_ac_option: str = key(
-        "2", 'What "selective" recomputes: "op" the cheap operations of each block, "2" every second block whole.'
+        "2",
+        'What "selective" recomputes: "op" the cheap operations of each block and half of its matrix products, '
+        '"op_all" the cheap operations alone, "2" every second block whole.',
     )
 
 

@@ -147,8 +147,11 @@ def _mesh_mistakes(config: JobConfig, num_ranks: int) -> Iterator[str]:
 
 def _activation_checkpoint_mistakes(config: JobConfig) -> Iterator[str]:
     option = config.activation_checkpoint.selective_ac_option
-    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
-        yield (f'activation_checkpoint.selective_ac_option = "{option}": legal: "op", or "N" for every N-th block')
+    if option not in ("op", "op_all") and not (option.isascii() and option.isdigit() and int(option) > 0):
+        yield (
+            f'activation_checkpoint.selective_ac_option = "{option}": legal: "op", "op_all", or "N" for every N-th '
+            "block"
+        )
 
 
 def _profiling_mistakes(config: JobConfig) -> Iterator[str]:

@@ -7,6 +7,8 @@ F feed-forward dim, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,13 @@ class TransformerBlock(nn.Module):
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
+class OutputHead(nn.Linear):
+    """Logits; or what `instead` makes of hidden states [B, S, D] and weight [V, D], such as a loss."""
+
+    def forward(self, x_BSD: Tensor, instead: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        return super().forward(x_BSD) if instead is None else instead(x_BSD, self.weight)
+
+
 class Llama(nn.Module):
     """Token ids in, logits out. Weights come from `models.llama.initialization` or a checkpoint.
 
@@ -140,12 +149,16 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(size.vocab_size, size.dim)
         self.layers = nn.ModuleList(TransformerBlock(size, rope) for _ in range(size.num_layers))
         self.norm = nn.RMSNorm(size.dim, eps=size.norm_eps)
-        self.output = nn.Linear(size.dim, size.vocab_size, bias=False)
+        self.output = OutputHead(size.dim, size.vocab_size, bias=False)
         if size.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, instead: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Logits [B, S, V] in the dtype of the weights, for token ids of int64 or int32.
+
+        Args:
+            instead: if given, called with the last hidden states [B, S, D] and the head's weight [V, D], inside
+                whatever gathers that weight; its result is returned.
 
         Raises:
             ValueError: the sequence is longer than the rotary table.
@@ -158,4 +171,4 @@ class Llama(nn.Module):
         x_BSD = self.tok_embeddings(tokens_BS)
         for layer in self.layers:
             x_BSD = layer(x_BSD)
-        return self.output(self.norm(x_BSD))
+        return self.output(self.norm(x_BSD), *([] if instead is None else [instead]))

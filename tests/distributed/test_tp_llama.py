@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dmuon
 from dmuon.torch_internals import group_timeout, set_group_timeout
-from dmuon_titan import loss as loss_module
 from dmuon_titan.checkpoint import Checkpointer, Start, TrainState
 from dmuon_titan.checkpoint.folder import examine
 from dmuon_titan.config.schema import JobConfig, Optimizer, Parallelism, build
-from dmuon_titan.loss import IGNORE_INDEX, build_loss, cross_entropy_sum, loss_context
+from dmuon_titan.loss import IGNORE_INDEX, LOGITS_AT_ONCE, build_loss, cross_entropy_sum, loss_context
 from dmuon_titan.mesh import ParallelMesh, build_mesh
 from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model
@@ -79,9 +78,9 @@ def backward(model: Llama, mesh: ParallelMesh, config: JobConfig, step: int = 0)
     mine = slice(mesh.dp_rank, None, mesh.dp_world)
     num_valid = (labels != IGNORE_INDEX).sum()
     with loss_context(config.parallelism):
-        loss = build_loss(config.compile)(model(tokens[mine]), labels[mine])
-        (loss * (mesh.dp_world / num_valid)).backward()
-    mean = loss.detach() / num_valid
+        scaled, loss = build_loss(config)(model, tokens[mine], labels[mine], mesh.dp_world / num_valid)
+        scaled.backward()
+    mean = loss / num_valid
     dist.all_reduce(mean, group=mesh.dp_group)
     return mean
 
@@ -282,7 +281,7 @@ def vocabulary_parallel_loss(chunk_elements: int, all_ignored: bool) -> list[tup
         held = logits.clone() if placement is None else distribute_tensor(logits, mesh, [placement])
         held.requires_grad_()
         with pytest.MonkeyPatch.context() as changes:
-            changes.setattr(loss_module, "_CHUNK_ELEMENTS", chunk_elements)
+            changes.setitem(LOGITS_AT_ONCE, "cpu", chunk_elements)
             with loss_context(Parallelism(tensor_parallel_degree=2)):
                 loss = cross_entropy_sum(held, labels)
                 assert not isinstance(loss, DTensor)

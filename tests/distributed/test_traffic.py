@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
+from dmuon.adamw import init_adamw_state
 from dmuon.collectives import Axis, Wait, nothing
 from dmuon.hooks import find_runtime
-from dmuon.muon import init_adamw_state
 from dmuon.unit import Unit, UnitState
 from tests.distributed import models
 from tests.distributed.pool import RankPool

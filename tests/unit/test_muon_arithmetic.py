@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-import dmuon.muon as muon_module
-from dmuon.newton_schulz import orthogonalize
+from dmuon.newton_schulz import orthogonalize, planning, updates
 from dmuon.reference import ReferenceMuon
 from tests.distributed import models
 
@@ -51,9 +50,7 @@ def torch_muon_iteration(monkeypatch: pytest.MonkeyPatch, iterate: Callable[[Ten
     import torch.optim._muon as torch_muon
 
     monkeypatch.setattr(torch_muon, "_zeropower_via_newtonschulz", lambda grad, *_: iterate(grad))
-    monkeypatch.setattr(
-        muon_module, "orthogonalize", lambda batch, **_: torch.stack([iterate(matrix) for matrix in batch])
-    )
+    monkeypatch.setattr(updates, "orthogonalize", lambda batch, **_: torch.stack([iterate(matrix) for matrix in batch]))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -170,11 +167,11 @@ def test_batches_never_exceed_the_bound_and_change_nothing(monkeypatch: pytest.M
         shapes.append(batch.shape)
         return orthogonalize(batch, **kwargs)
 
-    monkeypatch.setattr(muon_module, "orthogonalize", recording)
+    monkeypatch.setattr(updates, "orthogonalize", recording)
     expected, _ = updates_of_both()
     assert max(shape.numel() for shape in shapes) > 2000
     shapes.clear()
-    monkeypatch.setattr(muon_module, "_MAX_BATCH_NUMEL", 250)
+    monkeypatch.setattr(planning, "_MAX_BATCH_NUMEL", 250)
     got, _ = updates_of_both()
     assert all(shape.numel() <= 250 or len(shape) == 1 or shape[0] == 1 for shape in shapes)
     assert torch.Size([2, 5, models.DIM]) in shapes
@@ -184,9 +181,9 @@ def test_batches_never_exceed_the_bound_and_change_nothing(monkeypatch: pytest.M
 
 def test_equal_shapes_are_batched_and_the_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [torch.Size(s) for s in [(4, 8), (8, 4), (4, 8), (3, 4, 8), (2, 2)]]
-    assert muon_module.batches(shapes) == [[0, 2, 3], [1], [4]]
-    monkeypatch.setattr(muon_module, "_MAX_BATCH_NUMEL", 64)
-    assert muon_module.batches(shapes) == [[0, 2], [3], [1], [4]]
+    assert planning.batches(shapes) == [[0, 2, 3], [1], [4]]
+    monkeypatch.setattr(planning, "_MAX_BATCH_NUMEL", 64)
+    assert planning.batches(shapes) == [[0, 2], [3], [1], [4]]
 
 
 def test_state_exists_from_construction_and_groups_have_their_rates() -> None:
