@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,7 +52,7 @@ class Profiler:
         """A training step is over."""
         self.step_number += 1
         if self._profiler is not None:
-            if self.device.type == "cuda" and self._recording_begins_or_ends(self._profiler):
+            if self.device.type == "cuda" and recording_begins_or_ends(self._profiler):
                 # What a recorded step launches then runs within the recording, and nothing else does.
                 torch.cuda.synchronize(self.device)
             self._profiler.step()
@@ -62,13 +63,10 @@ class Profiler:
                     pickle.dump(memory_snapshot(), file)
                 logger.info(f"wrote a snapshot of GPU memory to {path}")
 
-    @staticmethod
-    def _recording_begins_or_ends(profiler: torch.profiler.profile) -> bool:
-        now, then = profiler.current_action, profiler.schedule(profiler.step_num + 1)
-        return now == ProfilerAction.RECORD_AND_SAVE or (now in _RECORDING) != (then in _RECORDING)
-
     def _torch_profiler(self) -> torch.profiler.profile:
         options = self.options
+        # Each trace is of its own steps, as intended.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         wait = options.profile_freq - options.profiler_warmup - options.profiler_active
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
@@ -95,6 +93,12 @@ class Profiler:
 
     def _path(self, folder: str, kind: str) -> Path:
         return Path(folder) / f"step-{self.step_number}" / f"rank-{self.rank}_{kind}"
+
+
+def recording_begins_or_ends(profiler: torch.profiler.profile) -> bool:
+    """Whether it does with the profiler's next `step()`."""
+    now, then = profiler.current_action, profiler.schedule(profiler.step_num + 1)
+    return now == ProfilerAction.RECORD_AND_SAVE or (now in _RECORDING) != (then in _RECORDING)
 
 
 @contextmanager

@@ -157,12 +157,13 @@ def _lines(summary: Summary, first_step: int) -> Iterator[str]:
     for name, (host, device) in summary.phases.items():
         yield row(name, host, device) if gpu else row(name, host)
     yield ""
-    yield f"  {'optimizer, by batch':<28}{summary.device:>12}"
-    for shape, time in summary.newton_schulz.items():
-        yield row(f"Newton-Schulz {shape}", time)
-    yield row("Newton-Schulz, all", sum(summary.newton_schulz.values()))
-    yield row("AdamW", summary.adamw)
-    yield ""
+    if summary.newton_schulz:
+        yield f"  {'optimizer, by batch':<28}{summary.device:>12}"
+        for shape, time in summary.newton_schulz.items():
+            yield row(f"Newton-Schulz {shape}", time)
+        yield row("Newton-Schulz, all", sum(summary.newton_schulz.values()))
+        yield row("AdamW", summary.adamw)
+        yield ""
     yield f"longest stretches in which {'the GPU was idle' if gpu else 'neither ran'}, and where the host was"
     for gap in summary.gaps:
         at = f"{gap.length * _MS:.3f} ms at {gap.begin * _MS:.1f} ms of step {first_step + gap.step}"

@@ -18,7 +18,7 @@ flavor = "debugmodel"
 dataset_path = "data"
 local_batch_size = 4
 seq_len = 64
-steps = 5
+steps = 8
 mixed_precision_param = "float32"
 [validation]
 enable = true
@@ -55,6 +55,8 @@ def test_a_trace_names_what_the_job_did_and_its_summary_agrees(tmp_path: Path) -
         f"rank-{rank}_{kind}" for rank in (0, 1) for kind in ("summary.txt", "trace.json")
     ]
     assert f"{folder}/rank-0_summary.txt" in run.ended.stdout
+    assert "Warning" not in run.ended.stderr  # of torch, that the steps 7 and 8 have a trace of their own
+    assert (folder.parent / "step-8" / "rank-0_summary.txt").read_text().startswith("rank 0, steps 7 to 8: ")
     for rank in (0, 1):
         events, rows = spans(folder / f"rank-{rank}_trace.json"), figures(folder / f"rank-{rank}_summary.txt")
         names = {event["name"] for event in events}

@@ -6,9 +6,11 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from dmuon.torch_internals import RecordedEvent
 from dmuon_titan.profiling.intervals import difference, innermost, intersection, length, union
+from dmuon_titan.profiling.profiler import recording_begins_or_ends
 from dmuon_titan.profiling.summary import headline, page, summarize
 
 MS = 1_000_000
@@ -181,3 +183,14 @@ def test_the_innermost_span_has_the_moment() -> None:
         *((0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 5, "b"), (5, 6, "d"), (6, 10, "a"), (12, 13, "f"))
     ]
     assert innermost([]) == []
+
+
+def test_the_edges_of_a_recording_are_where_the_profiler_starts_and_stops() -> None:
+    """There a GPU is waited for: what a recorded step launches runs within the recording."""
+    edges = []
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
+        for _ in range(8):
+            edges.append(recording_begins_or_ends(profiler))
+            profiler.step()
+    assert edges == 2 * [False, True, False, True]
