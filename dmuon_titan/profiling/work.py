@@ -18,8 +18,6 @@ from dmuon_titan.profiling.intervals import Interval, difference, innermost, len
 PHASE, STEP = "titan::", "ProfilerStep#"
 NEWTON_SCHULZ, ADAMW = "dmuon::newton_schulz", "dmuon::adamw"
 _LABELS = ("dmuon::", "FSDP::")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-_COPIES = ("gpu_memcpy", "gpu_memset")
 _NCCL = re.compile("nccl.*?_(AllGather|AllReduce|ReduceScatter|Broadcast|Reduce|SendRecv)")
 # A compiled graph is one node of autograd. In other nodes hooks may wait: they don't count as computing.
 _COMPUTING = ("aten::", "CompiledFunction")
@@ -97,7 +95,7 @@ class Work:
 
 
 def work_in(events: Sequence[RecordedEvent]) -> Work:
-    annotations = [event for event in events if event.activity == "user_annotation"]
+    annotations = [event for event in events if event.activity == "annotation"]
     on_gpu = any(event.activity == "kernel" for event in events)
     work = Work(
         "GPU" if on_gpu else "CPU",
@@ -114,14 +112,14 @@ def work_in(events: Sequence[RecordedEvent]) -> Work:
 
 
 def _add_gpu_work(work: Work, events: Sequence[RecordedEvent]) -> None:
-    launches = {event.correlation: event for event in events if event.activity in _LAUNCHES}
+    launches = {event.correlation: event for event in events if event.activity == "launch"}
     for event in events:
-        if event.activity not in ("kernel", *_COPIES):
+        if event.activity not in ("kernel", "copy"):
             continue
         span = (event.begin, event.end)
         launch = launches.get(event.correlation)
         label = work.labels.at(launch.begin, launch.thread) if launch else ""
-        if event.activity in _COPIES:
+        if event.activity == "copy":
             work.copies.append(span)
         elif "nccl" in event.name:
             work.transfers[_kind(_nccl_operation(event.name), label)].append(span)
@@ -136,7 +134,7 @@ def _add_gpu_work(work: Work, events: Sequence[RecordedEvent]) -> None:
 def _add_cpu_work(work: Work, events: Sequence[RecordedEvent]) -> None:
     operators: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
-        if event.activity == "cpu_op" and event.name.startswith(_COMPUTING):
+        if event.activity == "operator" and event.name.startswith(_COMPUTING):
             operators[event.thread].append((event.begin, event.end, event.name))
             work.num_calls[event.name] += 1
     for calls in operators.values():

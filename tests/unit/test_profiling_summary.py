@@ -23,7 +23,7 @@ def event(activity: str, name: str, begin: float, end: float, thread: int = TRAI
 
 
 def note(name: str, begin: float, end: float, thread: int = TRAINING) -> RecordedEvent:
-    return event("user_annotation", name, begin, end, thread)
+    return event("annotation", name, begin, end, thread)
 
 
 def launched(
@@ -33,7 +33,7 @@ def launched(
     number = random.randrange(1 << 60)
     stream = NCCL if name.startswith("nccl") else COMPUTE
     return [
-        event("cuda_runtime", "cudaLaunchKernel", at, at + 0.01, thread, number),
+        event("launch", "cudaLaunchKernel", at, at + 0.01, thread, number),
         event(kind, name, begin, end, stream, number),
     ]
 
@@ -58,7 +58,7 @@ GPU_STEP = [
     note("dmuon::wait reduce layers.0", 141, 149, BACKWARD),
     note("titan::clip", 150, 152),
     *launched(ALL_REDUCE, 151, 152, 153),
-    *launched("Memcpy HtoD", 151.5, 153, 154, kind="gpu_memcpy"),
+    *launched("Memcpy HtoD", 151.5, 153, 154, kind="copy"),
     note("titan::optimizer", 160, 170),
     note("dmuon::newton_schulz 6x64x128", 160, 165),
     *launched("gemm", 161, 162, 170),
@@ -124,16 +124,16 @@ CPU_STEPS = [
     note("ProfilerStep#1", 50, 100),
     note("titan::forward", 1, 40),
     note("dmuon::unshard layers.0", 2, 4),
-    event("cpu_op", "c10d::broadcast_", 3, 3.5),
+    event("operator", "c10d::broadcast_", 3, 3.5),
     note("gloo:broadcast", 5, 20, 99),
-    event("cpu_op", "aten::linear", 6, 16),
-    event("cpu_op", "aten::mm", 7, 15),
+    event("operator", "aten::linear", 6, 16),
+    event("operator", "aten::mm", 7, 15),
     note("dmuon::wait unshard layers.0", 16, 21),
-    event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 50, 90),  # in which a hook waits
+    event("operator", "autograd::engine::evaluate_function: MulBackward0", 50, 90),  # in which a hook waits
     note("titan::backward", 50, 90),
     note("dmuon::wait reduce layers.0", 60, 80),  # issued by a thread that no profiler sees
     note("dmuon::newton_schulz 2x8x8", 90, 95),
-    event("cpu_op", "aten::bmm", 90, 94),
+    event("operator", "aten::bmm", 90, 94),
 ]
 
 
