@@ -16,7 +16,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from dmuon.collectives import Axis, Wait
 from dmuon.hooks import find_runtime
 from dmuon_titan.loss import build_loss
 from dmuon_titan.optimizer import build_optimizer
+from dmuon_titan.profiling.intervals import Interval, intersection, length, union
 
 NUM_STEPS, WARMUP_STEPS = 2, 4  # one step more is recorded: what is measured ends with a forward
-Interval = tuple[float, float]  # microseconds
-Intervals = dict[str, list[Interval]]
+Intervals = dict[str, list[Interval]]  # microseconds
 
 
 def main() -> None:
@@ -183,32 +183,21 @@ def _merged(intervals: Intervals) -> Intervals:
     """Each kind's intervals sorted and without overlap, from zero on."""
     start = min(begin for spans in intervals.values() for begin, _ in spans)
     return {
-        kind: _union((round(begin - start, 1), round(end - start, 1)) for begin, end in spans)
+        kind: union((round(begin - start, 1), round(end - start, 1)) for begin, end in spans)
         for kind, spans in intervals.items()
     }
 
 
-def _union(spans: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
 def _summary(spans: list[Interval], intervals: Intervals) -> dict[str, float]:
     """Milliseconds a step, the share beside computation, and the share within forward where a trace says so."""
-    total = sum(end - begin for begin, end in spans)
-    summary = {"ms_a_step": total / NUM_STEPS / 1e3, "hidden": _overlap(spans, intervals["compute"]) / total}
+    total = length(spans)
+    summary = {
+        "ms_a_step": total / NUM_STEPS / 1e3,
+        "hidden": length(intersection(spans, intervals["compute"])) / total,
+    }
     if "forward" in intervals:
-        summary["in_forward"] = _overlap(spans, intervals["forward"]) / total
+        summary["in_forward"] = length(intersection(spans, intervals["forward"])) / total
     return {key: round(value, 4) for key, value in summary.items()}
-
-
-def _overlap(spans: list[Interval], others: list[Interval]) -> float:
-    return sum(max(0.0, min(end, b) - max(begin, a)) for begin, end in spans for a, b in others)
 
 
 def plot(target: Path, sources: list[Path]) -> None:

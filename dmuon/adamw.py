@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from dmuon.annotation import annotated
 from dmuon.parameter import local
 
 EXP_AVG, EXP_AVG_SQ, STEP = "exp_avg", "exp_avg_sq", "step"
@@ -23,6 +24,7 @@ def init_adamw_state(param: nn.Parameter) -> dict[str, Tensor]:
     }
 
 
+@annotated(lambda *_: "dmuon::adamw")
 @torch.no_grad()
 def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]], found_inf: Tensor | None = None) -> None:
     """torch.optim.AdamW's own update, on local shards; a rank whose shard is empty has nothing to do.

@@ -114,8 +114,8 @@ class Strip:
 class StripSection(Section):
     """One strip. Its owner column keeps it apart from the whole matrix, in which every rank has it while in use."""
 
-    def __init__(self, strip: Strip, axes: DataParallelAxes, device: torch.device) -> None:
-        super().__init__(strip.owner, [strip], axes, device)
+    def __init__(self, name: str, strip: Strip, axes: DataParallelAxes, device: torch.device) -> None:
+        super().__init__(name, strip.owner, [strip], axes, device)
         self.strip = strip
         assert self.numel == strip.numel, "a strip ends where the next one begins"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dmuon.accumulate import discard_accumulated
 from dmuon.adamw import adamw_step, init_adamw_state, is_due
+from dmuon.annotation import annotated
 from dmuon.hooks import find_runtime, reshard
 from dmuon.newton_schulz import Coefficients, resolve_dtype
 from dmuon.newton_schulz.planning import BatchPlan, batches, choose_kernel, stack_sizes
@@ -291,6 +292,7 @@ class Muon(torch.optim.Optimizer):
             sizes = stack_sizes(views[0].shape)
             yield from (Piece(*parts) for parts in zip(*(view.split(sizes) for view in views), strict=True))
 
+    @annotated(lambda self, batch, _: "dmuon::newton_schulz " + "x".join(map(str, self._plan(batch).shape)))
     def _update(self, batch: Batch, found_inf: Tensor | None) -> bool:
         """Returns whether compute copies were renewed with the masters."""
         plan, pieces = self._plan(batch), batch.pieces

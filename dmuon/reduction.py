@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dmuon.annotation import annotate
 from dmuon.collectives import Wait, nothing
 from dmuon.parameter import Member
 from dmuon.section import ALIGNMENT, Section, aligned
@@ -72,14 +73,15 @@ class Reduction:
 
     def __init__(
         self,
+        name: str,
         sections: Sequence[Section],
         sent: GradientLayout,
         owned: GradientLayout,
         grads: dict[Member, Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """`sections`: all of the unit; `sent` and `owned`: the layouts of those owned elsewhere and here."""
-        self._used = grads.keys()
+        """`name`, `sections`: the unit's; `sent` and `owned`: the layouts of those owned elsewhere and here."""
+        self._name, self._used = name, grads.keys()
         self._waits: list[Wait] = []
         # Kept until the end: what the first stage gathers is read on another stream or thread.
         self._buffers: list[Tensor] = []
@@ -92,8 +94,9 @@ class Reduction:
                 parts.update(zip(layout.sections, buffer.split(layout.section_sizes), strict=True))
                 self._buffers.append(buffer)
         self._owned = {section: parts[section] for section in owned.sections}
-        for section in sections:  # in one order on all ranks
-            self._start(section, parts[section])
+        with annotate(f"dmuon::reduce {name}"):
+            for section in sections:  # in one order on all ranks
+                self._start(section, parts[section])
 
     def _start(self, section: Section, buffer: Tensor) -> None:
         axes = section.axes
@@ -106,9 +109,11 @@ class Reduction:
 
     def wait(self) -> None:
         """Both stages are over and the buffers are nobody else's; an owner's hold `reduced_factor` times the mean."""
-        for wait in self._waits:
-            wait()
-        self._waits = []
+        if self._waits:
+            with annotate(f"dmuon::wait reduce {self._name}"):
+                for wait in self._waits:
+                    wait()
+            self._waits = []
 
     @torch.no_grad()
     def finish(self) -> None:

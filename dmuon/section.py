@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dmuon.annotation import annotate
 from dmuon.assignment import Owner
 from dmuon.collectives import DataParallelAxes, Wait, nothing
 from dmuon.parameter import Member
@@ -25,6 +26,7 @@ class Section:
     """The parameters of one unit that share one owner.
 
     Attributes:
+        name: the unit's.
         is_owner: this rank holds the masters. in_column: this rank is the owner or the owner's counterpart in another
             replicate row; it keeps a compute copy between steps and is the root of its row's broadcasts.
         masters: flat float32 storage of the masters, on the owner alone.
@@ -32,7 +34,10 @@ class Section:
         compute: flat buffer in `param_dtype`, from `set_compute` on.
     """
 
-    def __init__(self, owner: Owner, params: Sequence[Member], axes: DataParallelAxes, device: torch.device) -> None:
+    def __init__(
+        self, name: str, owner: Owner, params: Sequence[Member], axes: DataParallelAxes, device: torch.device
+    ) -> None:
+        self.name = name
         self.owner, self.params, self.axes, self.device = owner, list(params), axes, device
         self.in_column = axes.shard.index == owner.shard
         self.is_owner = self.in_column and axes.replicate.index == owner.replicate
@@ -97,9 +102,11 @@ class Section:
             self.refresh_compute()
         if self.in_column and self.axes.replicate.size > 1:
             assert self.compute is not None
-            self._publish = self.axes.replicate.broadcast(self.compute, self.owner.replicate)
+            with annotate(f"dmuon::publish {self.name}"):
+                self._publish = self.axes.replicate.broadcast(self.compute, self.owner.replicate)
 
     def wait_publish(self) -> None:
         if self._publish is not None:
-            self._publish()
+            with annotate(f"dmuon::wait publish {self.name}"):
+                self._publish()
             self._publish = None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmuon.annotation import annotated
 from dmuon.collectives import Axis, DataParallelAxes
 from dmuon.newton_schulz import resolve_dtype
 from dmuon.parameter import DedicatedParameter, local
@@ -37,6 +38,7 @@ class SliceUpdates:
         self.axis, self._strategy, self._kernel = axis, strategy, kernel
         self._planned: dict[tuple[object, ...], TensorParallelOrthogonalizer] = {}
 
+    @annotated(lambda _, params, *__: f"dmuon::newton_schulz {len(params)} slices")
     def __call__(
         self,
         params: Sequence[tuple[DedicatedParameter, Tensor]],

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dmuon.annotation import annotate
 from dmuon.collectives import DataParallelAxes, Wait
 from dmuon.joint import JointParameter, StripSection
 from dmuon.parameter import DedicatedParameter
@@ -46,7 +47,7 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.name, self.boundaries, self.params = name, list(boundaries), list(params)
-        self.sections = _sections(params, axes, device)
+        self.sections = _sections(name, params, axes, device)
         self._owned = GradientLayout([section for section in self.sections if section.is_owner])
         self._sent = GradientLayout([section for section in self.sections if not section.is_owner])
         self.state = UnitState.SHARDED
@@ -99,7 +100,8 @@ class Unit:
         if self.state is UnitState.SHARDED:
             if self._away is not None:
                 self._away.resize_(self._away_bytes)
-            self._waits = [section.unshard() for section in self.sections]
+            with annotate(f"dmuon::unshard {self.name}"):
+                self._waits = [section.unshard() for section in self.sections]
             self.state = UnitState.UNSHARDING
 
     def wait_unshard(self) -> None:
@@ -127,9 +129,11 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def _finish_broadcasts(self) -> None:
-        for wait in self._waits:
-            wait()
-        self._waits = []
+        if self._waits:
+            with annotate(f"dmuon::wait unshard {self.name}"):
+                for wait in self._waits:
+                    wait()
+            self._waits = []
 
     @property
     def is_trainable(self) -> bool:
@@ -146,7 +150,7 @@ class Unit:
         for param, grad in grads.items():
             kept[param] = kept[param].add_(grad) if param in kept else grad
         by_owner = dict(part for param, grad in kept.items() for part in param.by_owner(grad))
-        return Reduction(self.sections, self._sent, self._owned, by_owner, self.reduce_dtype)
+        return Reduction(self.name, self.sections, self._sent, self._owned, by_owner, self.reduce_dtype)
 
     @torch.no_grad()
     def keep_gradients(self) -> None:
@@ -167,13 +171,15 @@ class Unit:
         self._accumulated, self.owes_reduction = {}, False
 
 
-def _sections(params: Sequence[DedicatedParameter], axes: DataParallelAxes, device: torch.device) -> list[Section]:
+def _sections(
+    name: str, params: Sequence[DedicatedParameter], axes: DataParallelAxes, device: torch.device
+) -> list[Section]:
     """In the order of their collectives: by owner, then the strips of each matrix that is owned jointly."""
     joint = [param for param in params if isinstance(param, JointParameter)]
     single = [param for param in params if not isinstance(param, JointParameter)]
     owners = sorted({param.owner for param in single})
-    sections = [Section(owner, [p for p in single if p.owner == owner], axes, device) for owner in owners]
-    return sections + [StripSection(strip, axes, device) for param in joint for strip in param.strips]
+    sections = [Section(name, owner, [p for p in single if p.owner == owner], axes, device) for owner in owners]
+    return sections + [StripSection(name, strip, axes, device) for param in joint for strip in param.strips]
 
 
 def _gradient_hook(unit: Unit, param: DedicatedParameter) -> Callable[[Tensor], None]:

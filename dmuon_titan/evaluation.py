@@ -49,8 +49,8 @@ class Evaluation:
         self.num_batches = available if options.steps == -1 else min(options.steps, available)
 
     @torch.no_grad()
-    def loss(self, model: nn.Module) -> float | None:
-        """Mean loss over all valid tokens; None if a rank was asked to stop, on all ranks alike."""
+    def loss(self, model: nn.Module, *, interruptible: bool = True) -> float | None:
+        """Mean loss over all valid tokens; None if it is interruptible and a rank was asked to stop, on all alike."""
         device = self.mesh.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         batches = build_loader(
@@ -67,7 +67,7 @@ class Evaluation:
         model.eval()
         try:
             for batch in itertools.islice(batches, self.num_batches):
-                if agreed_to_stop(self.watcher):
+                if interruptible and any_rank(self.watcher.requested):
                     return None
                 label_BS = copy_to(device, batch.label_BS)
                 with loss_context(self.config.parallelism):
@@ -80,8 +80,8 @@ class Evaluation:
         return loss_sum / num_valid if num_valid else 0.0
 
 
-def agreed_to_stop(watcher: StopWatcher) -> bool:
-    """Whether any rank was asked to stop. A collective on the CPU: the GPU isn't waited for."""
-    num_requests = torch.tensor(int(watcher.requested))
-    dist.all_reduce(num_requests)
-    return bool(num_requests.item())
+def any_rank(condition: bool) -> bool:
+    """Whether it holds on some rank. A collective on the CPU: the GPU isn't waited for."""
+    num_ranks = torch.tensor(int(condition))
+    dist.all_reduce(num_ranks)
+    return bool(num_ranks.item())

@@ -33,9 +33,9 @@ from dmuon_titan.evaluation import Evaluation
 from dmuon_titan.failures import FailureReporter
 from dmuon_titan.hugging_face import HuggingFaceWeights
 from dmuon_titan.mesh import AXES, build_mesh, init_process_group, local_device, rendezvous_store
-from dmuon_titan.metrics import forget_after
 from dmuon_titan.phases import Phases
-from dmuon_titan.run_folder import lock_folders, make_folders, put_records_aside
+from dmuon_titan.records import forget_after
+from dmuon_titan.run_folder import lock_folders, make_folders, put_records_aside, recording_in, records_beside
 from dmuon_titan.seeding import seed_everything, use_deterministic_algorithms
 from dmuon_titan.signals import StopWatcher
 from dmuon_titan.tools.generate import generate
@@ -101,7 +101,8 @@ def _train(
     if start is None and config.checkpoint.enable and config.checkpoint.initial_load_in_hf:
         weights = HuggingFaceWeights(Path(config.checkpoint.initial_load_path or ""), size)
     phases.begin("model")
-    trainer = Trainer(config, mesh, size, state, watcher, weights)
+    records = _records_folder(config, start)
+    trainer = Trainer(recording_in(records, config), mesh, size, state, watcher, weights)
     _describe(trainer, dataset)
     if start is not None:
         assert trainer.checkpointer is not None
@@ -120,7 +121,7 @@ def _train(
     if config.validation.enable:
         evaluation = Evaluation(_validation_dataset(config, corpus, size), config, mesh, trainer.loss, watcher)
     if dist.get_rank() == 0:
-        _begin_records(loaded, state.step)
+        _begin_records(loaded, records, state.step)
     dist.barrier()
     trainer.start(dataset, evaluation, status_line)
     phases.begin("step")
@@ -165,14 +166,25 @@ def _owned_folders(config: JobConfig, environment: WorkerEnvironment, store: dis
         yield
 
 
-def _begin_records(loaded: LoadedConfig, start_step: int) -> None:
+def _records_folder(config: JobConfig, start: Start | None) -> Path:
+    """Where this start records its steps, the same on all ranks."""
+    folder = [config.job.dump_folder]
+    if start is not None and config.checkpoint.load_only:
+        if dist.get_rank() == 0:
+            folder = [str(records_beside(config))]
+        dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def _begin_records(loaded: LoadedConfig, folder: Path, start_step: int) -> None:
     """Touches what an earlier start left in the folder: to be called once nothing stands against going on."""
-    dump_folder = Path(loaded.config.job.dump_folder)
-    if start_step:
-        forget_after(dump_folder, start_step)
+    if folder != Path(loaded.config.job.dump_folder):
+        folder.mkdir()
+    elif start_step:
+        forget_after(folder, start_step)
     else:
         put_records_aside(loaded.config)
-    write_resolved(loaded, dump_folder / "config.toml")
+    write_resolved(loaded, folder / "config.toml")
 
 
 def embedded_corpus(config: JobConfig, environment: WorkerEnvironment, store: dist.Store) -> Path | None:

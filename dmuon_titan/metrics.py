@@ -5,9 +5,7 @@ Names are TorchTitan v0.2.2's. Throughput is per device, FLOPs are the model's o
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
 import sys
 import time
@@ -15,16 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from dmuon_titan.config.schema import JobConfig
 from dmuon_titan.console import StatusLine, logger, progress_text
 from dmuon_titan.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from dmuon_titan.records import VALIDATION_LOSS, JsonLines, TensorBoard, owes_validation
 
 GIB = 1 << 30
 # Dense bf16 FLOP/s. The first name found in the device's name counts; an unknown device has no MFU.
@@ -55,7 +50,10 @@ class StepFigures:
 
 
 class Metrics:
-    """Counts tokens and time between logged steps and writes what became of them. All ranks have one, rank 0 writes."""
+    """Counts tokens and time between logged steps and writes what became of them. All ranks have one, rank 0 writes.
+
+    owes_validation: on rank 0, whether the step that the run continues from has no validation in its records.
+    """
 
     def __init__(
         self,
@@ -78,12 +76,16 @@ class Metrics:
         self.status_line = status_line
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.colour = sys.stdout.isatty() and not config.metrics.disable_color_printing
-        self._writers: list[JsonLines | TensorBoard] = []
+        self._lines: JsonLines | None = None
+        self._tensorboard: TensorBoard | None = None
+        self.owes_validation = False
         if rank == 0:
-            dump_folder = Path(config.job.dump_folder)
-            self._writers.append(JsonLines(dump_folder / "metrics.jsonl"))
+            dump_folder, tb_folder = Path(config.job.dump_folder), Path(config.metrics.save_tb_folder)
+            self.owes_validation = start_step > 0 and owes_validation(dump_folder, start_step)
+            self._lines = JsonLines(dump_folder / "metrics.jsonl")
             if config.metrics.enable_tensorboard:
-                self._writers.append(TensorBoard(Path(config.metrics.save_tb_folder), start_step))
+                with self._without_tensorboard(tb_folder):
+                    self._tensorboard = TensorBoard(tb_folder, start_step)
         self._losses: dict[int, float] = {}
         self._begin_s = time.monotonic()
         self._reset()
@@ -152,7 +154,7 @@ class Metrics:
 
     def log_validation(self, step: int, loss: float) -> None:
         """Writes the loss on held-out text; the time it took doesn't count as the steps'."""
-        self._write(step, {"validation_metrics/loss": loss})
+        self._write(step, {VALIDATION_LOSS: loss})
         text = f"validate step: {step:2}  loss: {loss:7.4f}  perplexity: {math.exp(min(loss, 100)):.2f}"
         logger.info(self._painted("green", text))
 
@@ -174,9 +176,10 @@ class Metrics:
 
     def close(self) -> None:
         self.status_line.close()
-        for writer in self._writers:
-            with suppress(OSError):  # of a record that could not be written
-                writer.close()
+        for writer in (self._lines, self._tensorboard):
+            if writer is not None:
+                with suppress(OSError):  # of a record that could not be written
+                    writer.close()
 
     def _reset(self, step: int | None = None) -> None:
         self._num_tokens = 0
@@ -187,14 +190,29 @@ class Metrics:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        for writer in self._writers:
+        if self._lines is not None:
             try:
-                writer.write(step, values)
+                self._lines.write(step, values)
             except OSError as error:
                 raise CheckpointError(
                     f"step {step} can't be recorded in job.dump_folder: {error.strerror}; make room, then the same "
                     "command goes on from the newest checkpoint"
                 ) from None
+        if self._tensorboard is not None:
+            with self._without_tensorboard(self._tensorboard.path):
+                self._tensorboard.write(step, values)
+
+    @contextmanager
+    def _without_tensorboard(self, path: Path) -> Iterator[None]:
+        """Goes on without TensorBoard from where it can't be written: metrics.jsonl has the same."""
+        try:
+            yield
+        except OSError as error:
+            self._tensorboard = None
+            logger.warning(
+                f"{path} can't be written ({error.strerror}): training goes on without TensorBoard, metrics.jsonl has "
+                "the same figures; make room, or name another metrics.save_tb_folder, before the next start"
+            )
 
     def _memory(self) -> tuple[str, int, str]:
         """(metric name, bytes, share of the device as text) of the peak since the last logged step."""
@@ -211,56 +229,3 @@ class Metrics:
             return text
         number = ("red", "green", "yellow", "blue", "magenta", "cyan", "white").index(colour) + 31
         return f"\x1b[{number}m{text}\x1b[39m"
-
-
-def forget_after(dump_folder: Path, step: int) -> None:
-    """Drops what metrics.jsonl and traces say of steps after this one: the run that goes on from it makes them anew."""
-    for path in (dump_folder / "metrics.jsonl", *sorted(dump_folder.glob("trace/*.jsonl"))):
-        if path.exists():
-            kept = [line + b"\n" for line in path.read_bytes().split(b"\n") if _is_until(line, step)]
-            partial = path.with_name(path.name + ".tmp")
-            try:
-                partial.write_bytes(b"".join(kept))
-                os.replace(partial, path)
-            except OSError as error:
-                partial.unlink(missing_ok=True)
-                raise CheckpointError(f"{path} can't be written: {error.strerror}") from None
-
-
-def _is_until(line: bytes, step: int) -> bool:
-    try:
-        return bool(json.loads(line)["step"] <= step)
-    except (ValueError, LookupError, TypeError):  # torn, by a job or a machine that died: not text, or no record
-        return False
-
-
-class JsonLines:
-    """metrics.jsonl: one object a logged step, unrounded."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """One folder a run; where it continues, TensorBoard forgets what came after that step."""
-
-    def __init__(self, folder: Path, start_step: int) -> None:
-        # Slow to import, and needed on one rank only.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: SummaryWriter = SummaryWriter(str(folder), purge_step=start_step + 1)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()

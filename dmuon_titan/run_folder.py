@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -94,12 +95,11 @@ def lock(path: Path, what: str) -> BinaryIO:
 def put_records_aside(config: JobConfig) -> None:
     """Renames what an earlier run recorded, where this one doesn't continue it: `metrics.jsonl.before-1` and so on."""
     dump_folder, tensorboard = Path(config.job.dump_folder), Path(config.metrics.save_tb_folder)
+    if not _has_recorded_steps(dump_folder):
+        return
     records = [dump_folder / name for name in ("metrics.jsonl", "trace", "config.toml")]
     if dump_folder in tensorboard.parents:
         records.append(tensorboard)
-    made_steps = (records[0], *records[1].glob("*.jsonl"))
-    if not any(path.is_file() and path.stat().st_size for path in made_steps):
-        return
     there = [path for path in records if path.exists()]
     for number in itertools.count(1):
         aside = [path.with_name(f"{path.name}.before-{number}") for path in there]
@@ -109,3 +109,28 @@ def put_records_aside(config: JobConfig) -> None:
         path.rename(new)
     names = ", ".join(str(path.relative_to(dump_folder)) for path in aside)
     logger.info(f"starting from step 0: the records of an earlier run in {dump_folder} are now {names}")
+
+
+def records_beside(config: JobConfig) -> Path:
+    """Where a start records that goes on from a checkpoint but saves none: in a folder of its own, unless it is the
+    first to record anything. So a run's records stay those of the steps that its checkpoints have."""
+    dump_folder = Path(config.job.dump_folder)
+    if not _has_recorded_steps(dump_folder):
+        return dump_folder
+    folders = (dump_folder / f"load_only-{number}" for number in itertools.count(1))
+    folder = next(folder for folder in folders if not folder.exists())
+    logger.info(f"checkpoint.load_only = true: nothing is saved, and what is recorded goes to {folder}")
+    return folder
+
+
+def recording_in(folder: Path, config: JobConfig) -> JobConfig:
+    """The configuration with metrics.jsonl, trace and TensorBoard in a folder of their own, if it is another one."""
+    if folder == Path(config.job.dump_folder):
+        return config
+    job = replace(config.job, dump_folder=str(folder))
+    return replace(config, job=job, metrics=replace(config.metrics, save_tb_folder=str(folder / "tb")))
+
+
+def _has_recorded_steps(dump_folder: Path) -> bool:
+    made_steps = (dump_folder / "metrics.jsonl", *dump_folder.glob("trace/*.jsonl"))
+    return any(path.is_file() and path.stat().st_size for path in made_steps)

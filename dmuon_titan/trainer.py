@@ -6,26 +6,25 @@ Shape legend: B sequences of a micro-batch, S tokens of a sequence.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import dmuon
+from dmuon.annotation import annotate
 from dmuon.materialize import RowInit
 from dmuon.torch_internals import set_group_timeout
 from dmuon_titan.checkpoint import Checkpointer, TrainState, find_newest
 from dmuon_titan.config import JobConfig, global_batch_size, num_microbatches
 from dmuon_titan.console import StatusLine, logger
+from dmuon_titan.data.batches import StepBatches
 from dmuon_titan.data.dataset import TokenDataset
-from dmuon_titan.data.loader import Batch, build_loader, epochs_begun
-from dmuon_titan.data.trace import BatchTrace
+from dmuon_titan.data.loader import Batch
 from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
-from dmuon_titan.evaluation import Evaluation, agreed_to_stop
+from dmuon_titan.evaluation import Evaluation, any_rank
 from dmuon_titan.loss import IGNORE_INDEX, build_loss, loss_context
 from dmuon_titan.lr_scheduler import build_schedule
 from dmuon_titan.mesh import ParallelMesh, copy_to, to_host
@@ -54,47 +53,6 @@ class Gradients:
     stop: bool
     save_failed: bool = False
     save_due: bool = False
-
-
-class StepBatches:
-    """The micro-batches of one step after the other, traced if asked for."""
-
-    def __init__(
-        self, dataset: TokenDataset, config: JobConfig, mesh: ParallelMesh, num_consumed: int, num_micro_batches: int
-    ) -> None:
-        self.num_micro_batches = num_micro_batches
-        self._batches = build_loader(
-            dataset,
-            seed=config.debug.seed,
-            seq_len=config.training.seq_len,
-            local_batch_size=config.training.local_batch_size,
-            dp_rank=mesh.dp_rank,
-            dp_world=mesh.dp_world,
-            num_consumed=num_consumed,
-            num_microbatches=num_micro_batches,
-            num_workers=config.training.dataloader.num_workers,
-        )
-        self._trace: BatchTrace | None = None
-        if config.debug.trace_batches:
-            self._trace = BatchTrace(Path(config.job.dump_folder), mesh.dp_rank, mesh.mesh.get_local_rank("tp"))
-        self._num_windows = dataset.num_windows
-        self._num_consumed = num_consumed
-        self._global_batch_size = config.training.local_batch_size * mesh.dp_world * num_micro_batches
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last sample of the global batch that `next` returned part of; the same on all ranks."""
-        return (self._num_consumed - 1) // self._num_windows
-
-    def next(self, step: int) -> list[Batch]:
-        micro_batches = list(itertools.islice(self._batches, self.num_micro_batches))
-        for epoch in epochs_begun(self._num_consumed, self._global_batch_size, self._num_windows):
-            logger.info(f"epoch {epoch} begins at step {step}")
-        self._num_consumed += self._global_batch_size
-        if self._trace is not None:
-            for micro, batch in enumerate(micro_batches):
-                self._trace.append(step, micro, batch)
-        return micro_batches
 
 
 class Trainer:
@@ -171,8 +129,11 @@ class Trainer:
     def step(self) -> None:
         """One optimizer step, and what is due after it. Raises what `train` does."""
         gradients = self._update()
-        stop = self._validate_if_due(gradients.stop)
+        # A stop comes first. What it leaves out, the next start makes up for; there is none after the last step.
+        stop = gradients.stop or not self._validate_if_due()
         self._save_if_due(stop, gradients.save_due)
+        if stop:
+            self._validate_if_due(interruptible=False)
         if self.state.step % self.config.training.gc_freq == 0:
             gc.collect(1)
         self.profiler.step()
@@ -180,7 +141,7 @@ class Trainer:
     def _update(self) -> Gradients:
         """From batches to updated weights."""
         step = self.state.step + 1
-        with self.metrics.data_loading():
+        with self.metrics.data_loading(), annotate("titan::data loading"):
             micro_batches = self.batches.next(step)
         self._set_rates(step)
         gradients, local_mean = self.update(step, micro_batches)
@@ -202,8 +163,10 @@ class Trainer:
         found, local_mean = self.forward_backward(micro_batches)
         read = to_host(found)
         # Harm is seen on the device, and the host reads what was found while the update runs: the step's one wait.
-        step_unless(self.optimizer, ~found[:2].isfinite().all() | (found[2] == 0))
-        loss, norm, num_valid, *wishes = read()
+        with annotate("titan::optimizer"):
+            step_unless(self.optimizer, ~found[:2].isfinite().all() | (found[2] == 0))
+        with annotate("titan::wait for the device"):
+            loss, norm, num_valid, *wishes = read()
         gradients = Gradients(loss, norm, int(num_valid), *(count > 0 for count in wishes))
         if self.checkpointer is not None and gradients.save_failed:
             self.checkpointer.give_up()
@@ -235,14 +198,18 @@ class Trainer:
         self.optimizer.zero_grad()
         for input_BS, label_BS in zip(inputs, labels, strict=True):
             with loss_context(self.config.parallelism):
-                scaled, loss = self.loss(self.model, input_BS, label_BS, scale)
-                scaled.backward()
+                with annotate("titan::forward"):
+                    scaled, loss = self.loss(self.model, input_BS, label_BS, scale)
+                with annotate("titan::backward"):
+                    scaled.backward()
             local_loss += loss
         max_norm = self.config.training.max_norm
-        norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
+        with annotate("titan::clip"):
+            norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
         # All ranks learn the loss and any rank's wishes.
         shared = torch.cat([local_loss.view(1), copy_to(device, torch.tensor(self._wishes(), dtype=torch.float64))])
-        dist.all_reduce(shared)
+        with annotate("titan::agreement"):
+            dist.all_reduce(shared)
         loss_sum = shared[0] / mesh.degree("tp")  # the ranks of a tp group have the same loss
         found = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double()])
         return torch.cat([found, shared[1:]]), local_loss / num_valid.clamp(min=1)
@@ -286,18 +253,17 @@ class Trainer:
         figures = StepFigures(gradients.loss, local_mean.item(), gradients.norm, rates, self.batches.epoch)
         self.metrics.log(step, figures, self.state.tokens_seen)
 
-    def _validate_if_due(self, stop: bool) -> bool:
-        """Returns whether to stop, which may be asked for meanwhile."""
+    def _validate_if_due(self, *, interruptible: bool = True) -> bool:
+        """Returns False if it was interrupted by a request to stop."""
         step, freq = self.state.step, self.config.validation.freq
         due = step % freq == 0 or step == self.config.training.steps
-        if self.evaluation is None or stop or not due:
-            return stop
-        with self.metrics.paused():
-            loss = self.evaluation.loss(self.model)
-        if loss is None:
+        if self.evaluation is None or not due:
             return True
-        self.metrics.log_validation(step, loss)
-        return False
+        with self.metrics.paused(), annotate("titan::validation"):
+            loss = self.evaluation.loss(self.model, interruptible=interruptible)
+        if loss is not None:
+            self.metrics.log_validation(step, loss)
+        return loss is not None
 
     def _save_if_due(self, stop: bool, due_by_clock: bool) -> None:
         step, last, options = self.state.step, self.state.step == self.config.training.steps, self.config.checkpoint
@@ -308,7 +274,7 @@ class Trainer:
                 raise TitanError(f"stopped by a signal after step {step}; nothing was saved, for checkpoint.{key}")
             return
         due = due_by_clock or step % options.interval == 0 or (step == 1 and options.enable_first_step_checkpoint)
-        with self.metrics.paused():
+        with self.metrics.paused(), annotate("titan::checkpoint"):
             if stop and not options.save_on_signal:
                 self.checkpointer.finish()
                 raise Preempted(
@@ -325,7 +291,8 @@ class Trainer:
     def _begin(self) -> None:
         """From here on ranks stop together, at the end of a step. Until then each leaves at once: nothing is lost."""
         self.watcher.patience_s = _FIRST_STEP_PATIENCE_S
-        if agreed_to_stop(self.watcher):
+        owed = any_rank(self.metrics.owes_validation)
+        if any_rank(self.watcher.requested) or (owed and not self._validate_if_due()):
             raise Preempted("stopped by a signal before the first step; there is nothing to save")
 
     def _end_patience(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dmuon_titan.checkpoint.agreement import agree, first_rank_does, gathered, reason, told
 from dmuon_titan.checkpoint.folder import begin, give_up, next_sequence, publish
 from dmuon_titan.checkpoint.manifest import Manifest, StoredFile, store
+from dmuon_titan.disk import why_not_writable
 from dmuon_titan.errors import CheckpointError
 
 _METADATA, _BESIDE = ".metadata", ".beside"
@@ -99,15 +100,7 @@ def _write_exported(path: Path, state: dict[str, Any], group: dist.ProcessGroup,
 def _why_not_writable(path: Path) -> str | None:
     """What the system says to this rank when its file, or a new one, is to become longer; None if nothing."""
     own = sorted(path.glob(f"__{dist.get_rank()}_*.distcp"))
-    file = own[-1] if own else path / f"probe-{dist.get_rank()}"
-    try:
-        with file.open("ab") as stream:
-            stream.write(bytes(1 << 20))
-            stream.flush()
-    except OSError as error:
-        there = next(folder for folder in file.parents if folder.exists())
-        return f"{error.strerror or error}: {file} ({shutil.disk_usage(there).free >> 20} MiB are free on that disk)"
-    return None
+    return why_not_writable(own[-1] if own else path / f"probe-{dist.get_rank()}")
 
 
 def _verify(path: Path, group: dist.ProcessGroup, what: str) -> dict[str, StoredFile]:

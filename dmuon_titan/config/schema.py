@@ -71,7 +71,7 @@ class Job:
 class Profiling:
     """torch.profiler traces and GPU memory snapshots."""
 
-    enable_profiling: bool = key(False, "Write a profiler trace every `profile_freq` steps.")
+    enable_profiling: bool = key(False, "Write a profiler trace and its summary every `profile_freq` steps.")
     save_traces_folder: str = key("profile_traces", "Folder of the traces.", path="run")
     profile_freq: int = key(10, "Steps from one trace to the next.", at_least=1)
     profiler_active: int = key(1, "Steps that one trace records.", at_least=1)

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from dmuon_titan.checkpoint.folder import scan
 from dmuon_titan.checkpoint.manifest import DCP, Manifest, missing_or_short, read_manifest, store
+from dmuon_titan.checkpoint.manifest import NAME as MANIFEST
 from dmuon_titan.data.tokenizer import Tokenizer
-from dmuon_titan.disk import sync
+from dmuon_titan.disk import sync, why_not_writable
 from dmuon_titan.errors import CheckpointError, ConfigError, ExitStatus, TitanError
 from dmuon_titan.hugging_face import export, read_size
 from dmuon_titan.hugging_face.files import COMPANIONS, DTYPES
@@ -45,7 +47,7 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     checkpoint, max_file_bytes = arguments.source, _num_bytes(arguments.max_file_size)
     with _appearing(arguments.output) as folder:
         tokenizer = Tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-        manifest = read_manifest(checkpoint)
+        manifest = _manifest(checkpoint)
         size = _size(checkpoint, manifest)
         _check_contents(checkpoint, manifest)
         _copy_companions(checkpoint, folder)
@@ -80,6 +82,7 @@ def _appearing(output: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: `output` is there already, or another conversion has left or is writing its folder.
+        CheckpointError: `output` can't be written.
     """
     if output.exists():
         raise ConfigError(f"{output}: exists already; name another folder or delete this one")
@@ -88,14 +91,34 @@ def _appearing(output: Path) -> Iterator[Path]:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"{folder}: a conversion is writing it or was cut off there; if so, delete it") from None
+    except OSError as error:
+        raise CheckpointError(f"{output} can't be written: {error.strerror}; name another folder") from None
     try:
         yield folder
         sync(folder)
         folder.rename(output)
-    except BaseException:
+    except BaseException as error:
+        # Asked before what is there makes room: torch's writer says "unexpected pos" of a full disk.
+        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime, default=folder / "empty")
+        failed = isinstance(error, (OSError, CheckpointError))
+        why = why_not_writable(newest) if failed else None
         shutil.rmtree(folder, ignore_errors=True)
-        raise
+        if why is None:
+            raise
+        raise CheckpointError(f"{output} can't be written: {why}; make room, or name another folder") from None
     sync(output.parent)
+
+
+def _manifest(checkpoint: Path) -> Manifest:
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such folder")
+    for folder in (checkpoint, checkpoint / "checkpoint"):  # of all checkpoints, or of the run
+        inside = [] if (checkpoint / MANIFEST).exists() else [saved.path.name for saved in scan(folder)[0]]
+        if inside:
+            raise CheckpointError(
+                f"{checkpoint} is no checkpoint, {folder} has {', '.join(inside)}; the newest is {folder / inside[0]}"
+            )
+    return read_manifest(checkpoint)
 
 
 def _size(checkpoint: Path, manifest: Manifest) -> LlamaSize:

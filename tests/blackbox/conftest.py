@@ -102,6 +102,18 @@ def losses(run: Path) -> dict[int, tuple[float, float]]:
     return {record["step"]: (record["loss_metrics/global_avg_loss"], record["grad_norm"]) for record in steps}
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty disk of 100 MiB: six or seven checkpoints of the debug model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("this system lets only root have a disk of its own")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 @dataclass(frozen=True)
 class FinishedRun:
     """A run of 6 steps on 2 ranks, started under hard conditions: see `finished_run`."""

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,18 +40,6 @@ log_freq = 1
 """
 # torchrun by itself would kill the workers 30 seconds after it was asked to stop.
 SLOW_SAVE_S = float(os.environ.get("SLOW_SAVE_S", 35))
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty disk of 100 MiB: six or seven checkpoints of the debug model."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("this system lets only root have a disk of its own")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def configured(tmp_path: Path, folder: Path) -> tuple[str, str]:

@@ -16,13 +16,14 @@ import dmuon
 from dmuon.torch_internals import group_timeout, set_group_timeout
 from dmuon_titan.checkpoint import TrainState
 from dmuon_titan.config.schema import build
+from dmuon_titan.data.batches import StepBatches
 from dmuon_titan.data.dataset import TokenDataset
 from dmuon_titan.data.loader import Batch
 from dmuon_titan.errors import DataError, NonFiniteError
 from dmuon_titan.loss import IGNORE_INDEX
 from dmuon_titan.mesh import build_mesh
 from dmuon_titan.signals import StopWatcher
-from dmuon_titan.trainer import Gradients, StepBatches, Trainer
+from dmuon_titan.trainer import Gradients, Trainer
 from models.llama.sizes import LlamaSize
 from tests.debruijn import write_debruijn
 from tests.distributed.pool import RankPool

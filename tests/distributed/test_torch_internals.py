@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +184,40 @@ def test_copies_are_cast() -> None:
         list(flat.split([4, 3])), [torch.ones(4, dtype=torch.bfloat16), torch.full((3,), 2.0, dtype=torch.bfloat16)]
     )
     assert flat.tolist() == [1, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_profilers_events_are_those_of_its_trace(tmp_path: Path) -> None:
+    assert not torch_internals.profiler_is_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert torch_internals.profiler_is_running()
+        with torch.profiler.record_function("titan::forward"):
+            torch.ones(8, 8).mm(torch.ones(8, 8))
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {event["name"]: event for event in written if event["ph"] == "X"}
+    recorded = {event.name: event for event in torch_internals.recorded_events(profiler)}
+    for name, activity in {"titan::forward": "annotation", "aten::mm": "operator"}.items():
+        event, span = recorded[name], spans[name]
+        assert (event.activity, event.thread) == (activity, span["tid"])
+        assert event.end - event.begin == pytest.approx(span["dur"] * 1e3, abs=2)
+    outer, inner = recorded["titan::forward"], recorded["aten::mm"]
+    assert outer.begin <= inner.begin < inner.end <= outer.end
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_kernel_has_the_number_of_its_launch() -> None:
+    matrix = torch.ones(64, 64, device="cuda")
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.record_function("titan::forward"):
+            matrix.mm(matrix)
+        matrix.cpu()
+        torch.cuda.synchronize()
+    events = torch_internals.recorded_events(profiler)
+    (annotation,) = [event for event in events if event.activity == "annotation"]
+    (kernel,) = [event for event in events if event.activity == "kernel"]
+    (launch,) = [e for e in events if e.activity == "launch" and e.correlation == kernel.correlation]
+    assert launch.thread == annotation.thread
+    assert annotation.begin <= launch.begin < annotation.end
+    assert launch.begin < kernel.begin
+    assert [event.activity for event in events if event.name.startswith("Memcpy")] == ["copy"]

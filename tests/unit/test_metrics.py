@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dmuon_titan.config.schema import build
 from dmuon_titan.console import StatusLine
-from dmuon_titan.metrics import Metrics, StepFigures, forget_after, peak_flops
+from dmuon_titan.metrics import Metrics, StepFigures, peak_flops
+from dmuon_titan.records import JsonLines, TensorBoard, forget_after, owes_validation
 
 
 def logged(folder: Path, *, ranks_per_batch: int = 1) -> dict[str, float]:
@@ -71,3 +73,27 @@ def test_no_torn_line_stands_against_going_on(torn: bytes, tmp_path: Path) -> No
     kept = path.read_bytes()
     assert kept.startswith(b'{"step": 1}\n')
     assert kept.removeprefix(b'{"step": 1}\n') == (b'{"step": 2}\n' if torn.endswith(b"\n") else b"")
+
+
+def test_tensorboard_reads_what_is_written_and_forgets_what_a_restart_makes_anew(tmp_path: Path) -> None:
+    for start_step, last in ((0, 5), (3, 4)):
+        writer = TensorBoard(tmp_path, start_step)
+        for step in range(start_step + 1, last + 1):
+            writer.write(step, {"grad_norm": 10 * start_step + step, "lr": 0.5})
+        writer.close()
+        writer.path.rename(tmp_path / f"events.out.tfevents.{start_step}")  # both were made within a second
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["grad_norm", "lr"]
+    assert [(e.step, e.value) for e in events.Scalars("grad_norm")] == [(1, 1), (2, 2), (3, 3), (4, 34)]
+
+
+def test_a_validation_is_owed_where_the_step_has_none(tmp_path: Path) -> None:
+    assert not owes_validation(tmp_path, 2)
+    records = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        records.write(step, {"grad_norm": 1.0})
+        assert owes_validation(tmp_path, step)
+        records.write(step, {"validation_metrics/loss": 1.0})
+        assert not owes_validation(tmp_path, step)
+    assert owes_validation(tmp_path, 3)  # which was not logged
+    records.close()
