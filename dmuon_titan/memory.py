@@ -17,11 +17,12 @@ if TYPE_CHECKING:  # the configuration's checks import this module
 
 GIB = 2**30
 _FP32 = 4
-# Newton-Schulz works on batches of at most this many elements, each in float32 and in three half-precision buffers.
-_ORTHOGONALIZED_AT_ONCE = 2**28
-_ORTHOGONALIZATION_BYTES = 10
+# Newton-Schulz keeps a batch of matrices in half precision, and what they become next; large matrices come singly.
+_ORTHOGONALIZED_AT_ONCE = 2**26
+_ORTHOGONALIZATION_BYTES = 4
 _MOST_OWNERS = 8  # of one matrix
-_LOSS_CHUNK = 2**26  # logits that the loss works on at once
+# Logits that the loss works on at once, as dmuon_titan.loss has it; of vocabularies that are cut, the CPU's.
+_LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**26}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class _Shapes:
     head: int
 
 
-def memory_need(config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int]) -> MemoryNeed:
+def memory_need(
+    config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int], device_type: str = "cuda"
+) -> MemoryNeed:
     """What the fullest rank of a (replicate, shard, tp) mesh needs, if owners' shares are as equal as they can be.
 
     Two moments compete. At the loss there are the activations of a micro-batch, its logits and, if batches are
@@ -64,7 +67,7 @@ def memory_need(config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int
     persistent = _persistent_bytes(config, shapes, degrees)
     gathered = _gathered_bytes(config, shapes, size.num_layers, degrees)
     gradients = _gradient_bytes(shapes, degrees)
-    activations = activation_bytes(config, size, degrees[2])
+    activations = activation_bytes(config, size, degrees[2], device_type)
     at_loss = gathered + (gradients if _accumulates(config, num_ranks // degrees[2]) else 0)
     after_backward = gradients + max(
         gathered + _reduction_bytes(config, shapes, degrees),
@@ -75,12 +78,13 @@ def memory_need(config: JobConfig, size: LlamaSize, degrees: tuple[int, int, int
     return MemoryNeed(persistent + after_backward, 0)
 
 
-def activation_bytes(config: JobConfig, size: LlamaSize, tp: int = 1) -> int:
-    """Kept by forward for backward: each block as activation checkpointing has it, one block whole, and the logits.
+def activation_bytes(config: JobConfig, size: LlamaSize, tp: int = 1, device_type: str = "cuda") -> int:
+    """Kept by forward for backward: each block as activation checkpointing has it, one block whole, and the loss's.
 
     A block keeps, in elements a token: input, both norms' results, q, k, v, attention's result twice (before and
     after its heads are joined), the second residual, and four of the feed-forward's width; compiled, two of those
-    are computed again. "op" keeps the input and the results of every second product and of attention.
+    are computed again. "op" keeps the input and the results of every second product and of attention, "op_all" of
+    every product.
 
     Each of `tp` ranks has its part of these, but all of what is gathered for products, the norms' results, and of
     w2's result, which is kept before it is summed over the ranks; "op" keeps the two sums too.
@@ -90,17 +94,35 @@ def activation_bytes(config: JobConfig, size: LlamaSize, tp: int = 1) -> int:
     dim, kv_dim, ffn_dim = size.dim, size.num_kv_heads * size.head_dim, size.ffn_hidden_dim
     whole = 2 * dim + (5 * dim + 2 * kv_dim + (2 if "model" in compiled else 4) * ffn_dim) // tp
     by_operator = dim + ((3 if tp == 1 else 5) * dim + kv_dim + ffn_dim) // tp
+    by_operator -= dim // tp if "model" in compiled else 0  # w2's result, which backward does not need
     kept = {"none": whole, "full": dim // tp, "selective": by_operator}[options.mode]
-    if options.mode == "selective" and options.selective_ac_option != "op":
+    if options.mode == "selective" and options.selective_ac_option == "op_all":
+        kept += (dim + kv_dim + ffn_dim) // tp
+    elif options.mode == "selective" and options.selective_ac_option != "op":
         every = int(options.selective_ac_option)
         kept = (dim // tp + (every - 1) * whole) // every
     copy = _copy_bytes(config)
     blocks = copy * (kept * size.num_layers + (whole - kept))
     num_tokens = config.training.local_batch_size * config.training.seq_len
-    num_logits = num_tokens * size.vocab_size // (1 if config.parallelism.disable_loss_parallel else tp)
-    # Logits and their gradient; not compiled, also a chunk of them in float32, its log-softmax and their gradient.
-    logits = 2 * copy * num_logits + (0 if "loss" in compiled else 3 * _FP32 * min(num_logits, _LOSS_CHUNK))
-    return num_tokens * blocks + logits
+    return num_tokens * blocks + _loss_bytes(config, size, tp, device_type)
+
+
+def _loss_bytes(config: JobConfig, size: LlamaSize, tp: int, device_type: str) -> int:
+    """Logits, and what the loss makes of them while it is computed.
+
+    On one tp rank: a chunk of logits, which turn into their gradient; and the gradients of weight and hidden states. On
+    several: all logits and their gradient. Not compiled also a chunk's log-softmax in float32, or the chunk, that and
+    their gradient.
+    """
+    copy, num_tokens = _copy_bytes(config), config.training.local_batch_size * config.training.seq_len
+    num_logits = num_tokens * size.vocab_size
+    compiled = config.compile.enable and "loss" in config.compile.components
+    if tp > 1:
+        num_logits //= 1 if config.parallelism.disable_loss_parallel else tp
+        return 2 * copy * num_logits + (0 if compiled else 3 * _FP32 * min(num_logits, _LOGITS_AT_ONCE["cpu"]))
+    chunk = min(num_logits, _LOGITS_AT_ONCE[device_type])
+    weight_gradient = (copy if chunk == num_logits else _FP32) * size.vocab_size * size.dim
+    return (copy + (0 if compiled else _FP32)) * chunk + weight_gradient + copy * num_tokens * size.dim
 
 
 def _count(config: JobConfig, size: LlamaSize) -> _Shapes:

@@ -333,7 +333,7 @@ def _memory_mistakes(config: JobConfig, size: LlamaSize, world: World) -> Iterat
 
 def _need(config: JobConfig, size: LlamaSize, world: World) -> MemoryNeed | None:
     try:
-        return memory_need(config, size, resolved_degrees(config, world.num_ranks))
+        return memory_need(config, size, resolved_degrees(config, world.num_ranks), world.device_type)
     except (ConfigError, ValueError):
         return None  # a mistake that another check names
 

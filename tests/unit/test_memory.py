@@ -22,22 +22,23 @@ def untied(flavor: str, **changes: int) -> LlamaSize:
 @pytest.mark.parametrize(
     ("size", "num_gpus", "local_batch", "reserved_gib"),
     [
-        (untied("1B"), 1, 4, 50.4),
-        (untied("8B", num_layers=8), 1, 2, 49.6),
-        (untied("1B"), 2, 4, 43.4),
-        (untied("3B"), 2, 2, 53.3),
+        (untied("1B"), 1, 4, 46.5),
+        (untied("8B", num_layers=8), 1, 2, 49.3),
+        (untied("1B"), 2, 4, 41.6),
+        (untied("3B"), 2, 2, 58.5),
     ],
 )
-def test_estimate_is_close_to_what_torchtitan_reserved_and_hardly_above(
+def test_estimate_is_close_to_what_was_reserved_and_hardly_above(
     size: LlamaSize, num_gpus: int, local_batch: int, reserved_gib: float
 ) -> None:
-    """AdamW at sequence 8192, compiled, with selective activation checkpointing "op": FACTS section 6."""
+    """AdamW at sequence 8192, compiled, with selective activation checkpointing "op_all"."""
     config = config_of(
         "llama3_8b",
         *("--optimizer.name", "AdamW", "--training.local_batch_size", str(local_batch)),
+        *("--activation_checkpoint.selective_ac_option", "op_all"),
     )
     estimate = memory_need(config, size, (1, num_gpus, 1)).total_bytes / GIB
-    assert 0.88 * reserved_gib < estimate < 1.01 * reserved_gib
+    assert 0.88 * reserved_gib < estimate < 1.01 * reserved_gib, estimate
 
 
 @pytest.mark.parametrize(("num_gpus", "memory_gib"), [(2, 139.8), (8, 79.1)])
@@ -68,7 +69,7 @@ def test_weights_and_optimizer_state_of_one_float32_rank_equal_a_hand_count() ->
         shape[0] * shape[1] for name, shape in size.parameter_shapes().items() if "layers" in name and len(shape) == 2
     )
     num_other = size.num_parameters() - num_matrix
-    orthogonalization = 10 * num_matrix
+    orthogonalization = 4 * num_matrix
     need = memory_need(config, size, (1, 1, 1))
     assert need.total_bytes == 12 * num_matrix + 16 * num_other + orthogonalization
 
@@ -93,11 +94,12 @@ def test_what_costs_memory_raises_the_estimate(more: list[str]) -> None:
 
 
 def test_activation_checkpointing_is_ordered() -> None:
-    """full < op < every fourth block recomputed < none."""
+    """full < op < every fourth block recomputed < op_all < none."""
     modes = [
         ["full"],
         ["selective", "--activation_checkpoint.selective_ac_option", "op"],
         ["selective", "--activation_checkpoint.selective_ac_option", "4"],
+        ["selective", "--activation_checkpoint.selective_ac_option", "op_all"],
         ["none"],
     ]
     kept = [
