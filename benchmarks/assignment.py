@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from dmuon.assignment import Assignment, Cost, assign, lower_bound, newton_schulz_flops
+from dmuon.assignment import Assignment, Cost, Owner, assign, lower_bound, newton_schulz_flops
+from dmuon.joint_assignment import kind_of, members, share_largest
 from models.llama.sizes import FLAVORS
 
 Shapes = dict[str, tuple[int, ...]]
@@ -34,7 +35,9 @@ MAX_LOAD, MAX_NUMEL = Fraction(103, 100), Fraction(115, 100)
 """The aims, in floors."""
 
 MARKED = re.compile(r"(<!-- benchmarks\.assignment -->)\n\n(.*?)\n\n(<!-- end -->)", re.DOTALL)
-"""Where the tables stand in docs/assignment.md."""
+"""Where the tables stand in docs/assignment.md: those of one owner each, then those of joint owners."""
+
+RANKS_OF_A_NODE = 8
 
 MAX_KINDS = 400
 """Kinds of shares beyond which no exhaustive search is tried."""
@@ -272,11 +275,88 @@ def compare(max_slots: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def longest_with_sums(assignment: Assignment, shapes: Shapes) -> int:
+    """The longest load if joint owners also wait for the sums between them, in FLOPs."""
+    loads: Counter[Owner] = Counter()
+    for name, owner in assignment.owners.items():
+        num_owners = assignment.num_owners.get(name, 1)
+        for member in members(owner, num_owners):
+            loads[member] += kind_of(shapes[name]).load_of(num_owners)
+    return max(loads.values())
+
+
+def on_nodes(shapes: Shapes, num_ranks: int) -> tuple[Assignment, Assignment]:
+    """With one owner each, and with joint owners where that helps: a replicate row in each node."""
+    degrees = num_ranks // RANKS_OF_A_NODE, RANKS_OF_A_NODE
+    single = assign(shapes, *degrees)
+    return single, share_largest(single, shapes, *degrees, RANKS_OF_A_NODE)
+
+
+def measure_joint(flavor: str, num_ranks: int) -> dict[str, Any]:
+    """One size with and without joint owners. Loads in TFLOP, and over their mean with one owner each."""
+    shapes = llama_shapes("llama3", flavor)
+    start_s = time.process_time()
+    single, joint = on_nodes(shapes, num_ranks)
+    assign_s = time.process_time() - start_s
+    mean = Fraction(single.total.flops, num_ranks)
+    found: dict[str, Any] = {"model": f"Llama 3 {flavor}", "num_ranks": num_ranks, "num_parameters": len(shapes)}
+    for key, longest in (
+        ("single", max(single.flops.values())),
+        ("joint", max(joint.flops.values())),
+        ("joint_with_sums", longest_with_sums(joint, shapes)),
+    ):
+        found |= {f"{key}_tflop": round(longest / 1e12, 3), f"{key}_over_mean": round(float(longest / mean), 3)}
+    owners = Counter(joint.num_owners.values())
+    found["num_joint"] = {str(num_owners): owners[num_owners] for num_owners in sorted(owners)}
+    return {**found, "assign_s": round(assign_s, 4)}
+
+
+def compare_joint(max_ranks: int) -> dict[str, dict[str, float]]:
+    """Each size on 1, 2, ... nodes: how many counts have a shorter, an equal and a longer longest load by joint owners,
+    sums counted; and the mean of the ratio."""
+    found = {}
+    for flavor in FLAVORS["llama3"]:
+        shapes = llama_shapes("llama3", flavor)
+        results: Counter[str] = Counter()
+        ratios = []
+        for num_ranks in range(RANKS_OF_A_NODE, max_ranks + 1, RANKS_OF_A_NODE):
+            single, joint = on_nodes(shapes, num_ranks)
+            ratios.append(longest_with_sums(joint, shapes) / max(single.flops.values()))
+            results["shorter" if ratios[-1] < 1 else "equal" if ratios[-1] == 1 else "longer"] += 1
+        counts = {key: results[key] for key in ("shorter", "equal", "longer")}
+        found[f"llama3 {flavor}"] = {**counts, "mean_ratio": round(statistics.mean(ratios), 4)}
+    return found
+
+
 def verdict(assignment: Assignment, first_load: float, first_numel: float) -> str:
     """Against longest first. Elements count where they are above 1.15 floors."""
     if assignment.imbalance > first_load or assignment.numel_imbalance > max(float(MAX_NUMEL), first_numel):
         return "worse"
     return "better" if assignment.imbalance < first_load else "equal"
+
+
+def render_joint(result: Mapping[str, Any]) -> str:
+    """The tables of joint owners."""
+    lines = [
+        "| model | matrices | ranks | one owner each | joint owners | with sums | owned jointly | ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["joint"]:
+        loads = [f"{row[f'{key}_tflop']:.3f} ({row[f'{key}_over_mean']:.2f})" for key in ("single", "joint")]
+        loads.append(f"{row['joint_with_sums_tflop']:.3f}")
+        owned = ", ".join(f"{count} by {num_owners}" for num_owners, count in row["num_joint"].items()) or "none"
+        cells = [row["model"], f"{row['num_parameters']:,}", f"{row['num_ranks']:,}", *loads, owned]
+        lines.append(f"| {' | '.join(cells)} | {row['assign_s'] * 1e3:.1f} |")
+    lines += [
+        "",
+        f"The same on 1 to {result['max_slots'] // RANKS_OF_A_NODE} nodes, sums counted, against one owner each:",
+        "",
+        "| size | shorter | equal | longer | mean ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for size, row in result["joint_comparison"].items():
+        lines.append(f"| {size} | {row['shorter']} | {row['equal']} | {row['longer']} | {row['mean_ratio']:.4f} |")
+    return "\n".join(lines)
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -326,13 +406,16 @@ def main() -> None:
         possible=[possible(case) for case in AIMED_AT],
         max_slots=arguments.max_slots,
         comparison=compare(arguments.max_slots),
+        joint=[measure_joint(flavor, ranks) for ranks in (256, 1024) for flavor in ("1B", "3B", "8B", "70B", "405B")],
+        joint_comparison=compare_joint(arguments.max_slots),
     )
-    print(render(result))
+    print(f"{render(result)}\n\n{render_joint(result)}")
     if arguments.output:
         arguments.output.write_text(json.dumps(result) + "\n")
     if arguments.page:
+        tables = iter((render(result), render_joint(result)))
         page = arguments.page.read_text()
-        arguments.page.write_text(MARKED.sub(lambda marks: f"{marks[1]}\n\n{render(result)}\n\n{marks[3]}", page))
+        arguments.page.write_text(MARKED.sub(lambda marks: f"{marks[1]}\n\n{next(tables)}\n\n{marks[3]}", page))
 
 
 if __name__ == "__main__":

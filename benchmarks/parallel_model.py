@@ -1,4 +1,4 @@
-"""A job's model on its mesh, for benchmarks that drive it themselves."""
+"""A job's mesh and model, for benchmarks that drive it themselves."""
 
 from __future__ import annotations
 
@@ -15,23 +15,38 @@ from models.llama.sizes import FLAVORS, LlamaSize
 
 
 @dataclass(frozen=True)
-class ParallelModel:
+class ParallelJob:
     config: JobConfig
     size: LlamaSize
     degrees: tuple[int, int, int]
     mesh: ParallelMesh
+
+
+@dataclass(frozen=True)
+class ParallelModel(ParallelJob):
     model: Llama
 
 
-def parallel_model(flags: Sequence[str], num_layers: int | None = None) -> ParallelModel:
-    """Starts the process group and builds the model. `flags` are the job's own; `num_layers` replaces the flavor's."""
+def parallel_job(flags: Sequence[str], num_layers: int | None = None, *, untied: bool = False) -> ParallelJob:
+    """Starts the process group. `flags` are the job's own; `num_layers` replaces the flavor's; `untied` gives the head
+    a matrix of its own, as TorchTitan's flavors have it."""
     config = load_config(list(flags)).config
     environment = WorkerEnvironment.read()
     device = local_device(environment)
     store = rendezvous_store(environment, config.comm.init_timeout_seconds)
     init_process_group(config.comm, tempfile.gettempdir(), environment, store, device)
     degrees = resolved_degrees(config, environment.num_ranks)
-    mesh = build_mesh(device, degrees)
     size = FLAVORS[config.model.name][config.model.flavor]
-    size = replace(size, num_layers=num_layers or size.num_layers)
-    return ParallelModel(config, size, degrees, mesh, build_model(config, size, mesh)[0])
+    size = replace(
+        size,
+        num_layers=num_layers or size.num_layers,
+        tie_embeddings=size.tie_embeddings and not untied,
+    )
+    return ParallelJob(config, size, degrees, build_mesh(device, degrees))
+
+
+def parallel_model(flags: Sequence[str], num_layers: int | None = None) -> ParallelModel:
+    """Starts the process group and builds the model."""
+    job = parallel_job(flags, num_layers)
+    model, _ = build_model(job.config, job.size, job.mesh)
+    return ParallelModel(job.config, job.size, job.degrees, job.mesh, model)

@@ -26,13 +26,16 @@ def init_adamw_state(param: nn.Parameter) -> dict[str, Tensor]:
 
 @annotated(lambda *_: "dmuon::adamw")
 @torch.no_grad()
-def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]]) -> None:
-    """torch.optim.AdamW's own update, on local shards; a rank whose shard is empty has nothing to do."""
+def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]], found_inf: Tensor | None = None) -> None:
+    """torch.optim.AdamW's own update, on local shards; a rank whose shard is empty has nothing to do.
+
+    `found_inf`: on a GPU, float32, one element; if it is not zero nothing changes.
+    """
     params = [param for param in group["params"] if is_due(param)]
     filled = [p for p in params if local(p).numel() > 0]
     for param in params:
         if local(param).numel() == 0:
-            state[param][STEP] += 1
+            state[param][STEP] += 1 if found_inf is None else 1 - found_inf
     if not filled:
         return
     beta1, beta2 = group["betas"]
@@ -44,6 +47,7 @@ def adamw_step(group: dict[str, Any], state: dict[Any, dict[str, Tensor]]) -> No
         [],
         [state[p][STEP] for p in filled],
         fused=True if _fused(filled[0]) else None,
+        found_inf=found_inf,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

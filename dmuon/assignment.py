@@ -26,8 +26,8 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, combinations_with_replacement
 from typing import NamedTuple
@@ -76,22 +76,30 @@ class Assignment:
         owners: by name, in the order in which the names were given.
         flops, numel: sums over the parameters of each slot; of all slots, idle ones too.
         largest: FLOPs of the costliest parameter and elements of the largest one. They need not be the same.
+        total: of all parameters, each whole.
+        num_owners: of what several slots own jointly, the one in `owners` and those after it on the shard axis.
     """
 
     owners: dict[str, Owner]
     flops: dict[Owner, int]
     numel: dict[Owner, int]
     largest: Cost
+    total: Cost
+    num_owners: dict[str, int] = field(default_factory=dict)
 
     @property
     def imbalance(self) -> float:
-        """The longest load over the larger of the mean load and the costliest parameter; 1.0 is perfect."""
-        return _ratio(self.flops.values(), self.largest.flops)
+        """The longest load over the larger of the mean and the costliest parameter; below 1.0 only by joint owners."""
+        return self._ratio(self.flops, FLOPS)
 
     @property
     def numel_imbalance(self) -> float:
-        """The most elements of a slot over the larger of their mean and the largest parameter; 1.0 is perfect."""
-        return _ratio(self.numel.values(), self.largest.numel)
+        """The same of elements: the most of a slot over the larger of their mean and the largest parameter."""
+        return self._ratio(self.numel, NUMEL)
+
+    def _ratio(self, sums: dict[Owner, int], measure: int) -> float:
+        floor = max(Fraction(self.total[measure], len(sums)), Fraction(self.largest[measure]))
+        return float(max(sums.values()) / floor) if floor else 1.0
 
 
 def newton_schulz_flops(shape: Sequence[int], split: Sequence[int] = ()) -> int:
@@ -148,6 +156,7 @@ def assign(
         flops={owner: share.total.flops for owner, share in zip(by_slot, shares, strict=True)},
         numel={owner: share.total.numel for owner, share in zip(by_slot, shares, strict=True)},
         largest=Cost(*(max((cost[field] for cost in names), default=0) for field in FIELDS)),
+        total=Cost(*(sum(share.total[field] for share in shares) for field in FIELDS)),
     )
 
 
@@ -291,8 +300,3 @@ def _share(costs: Iterable[Cost]) -> Share:
 
 def _most(shares: Iterable[Share], field: int) -> int:
     return max(share.total[field] for share in shares)
-
-
-def _ratio(sums: Collection[int], largest: int) -> float:
-    floor = max(Fraction(sum(sums), len(sums)), Fraction(largest))
-    return float(max(sums) / floor) if floor else 1.0

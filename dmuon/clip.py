@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dmuon.collectives import Axis
 from dmuon.determinism import ReplicateRows, is_deterministic, replicate_rows
 from dmuon.hooks import find_runtime, reshard
+from dmuon.joint import JointParameter
 from dmuon.parameter import local
 from dmuon.torch_internals import foreach_mul_, foreach_norm, is_dedicated, local_shard
 
@@ -119,7 +120,8 @@ def _squares_of_rows(model: nn.Module, counted: _Counted, device: torch.device) 
     all ranks hold the same vector on every data-parallel mesh.
     """
     names = {param: name for name, param in model.named_parameters()}
-    places = [_Place(param, names[param], counted.tp) for param in names]
+    slices = _slices(model)
+    places = [_Place(param, names[param], *slices.get(param, (1, 0))) for param in names]
     squares = torch.zeros(max(1, sum(place.num for place in places)), dtype=torch.float64, device=device)
     begin = 0
     for param, place in zip(names, places, strict=True):
@@ -141,23 +143,36 @@ def _squares_of_rows(model: nn.Module, counted: _Counted, device: torch.device) 
 class _Place:
     """Where a parameter's squares go: `num` places, this rank's from `first` on, or in that one alone if `is_single`.
 
-    Tensor-parallel ranks that share a row have places of their own: what they are summed in is the tree's order, and
-    not that of an all-reduce.
+    Ranks that share a row, or a dedicated parameter, have places of their own: what they are summed in is the tree's
+    order, and not that of an all-reduce. `num_slices`, `index`: of a dedicated one, see `_slices`.
     """
 
-    def __init__(self, param: nn.Parameter, name: str, tp: Axis | None) -> None:
+    def __init__(self, param: nn.Parameter, name: str, num_slices: int, index: int) -> None:
         self.is_single = is_dedicated(param) or param.ndim == 0
         num_rows = 1 if self.is_single else param.shape[0]
         self.num, self.first = num_rows, 0
         if is_dedicated(param):
-            # Only its owner knows how it is cut, so that all ranks keep a place for each tensor-parallel one.
-            self.num, self.first = (1, 0) if tp is None else (tp.size, tp.index)
+            self.num, self.first = num_slices, index
         elif isinstance(param, DTensor):
             if not self.is_single:
                 _check_rows_are_whole(name, param)
                 self.first = local_shard(param)[1][0]
             part, num_parts = _tensor_parallel_part(param, 0 if self.is_single else 1)
             self.num, self.first = num_rows * num_parts, num_rows * part + self.first
+
+
+def _slices(model: nn.Module) -> dict[nn.Parameter, tuple[int, int]]:
+    """Of dedicated parameters: among how many ranks they may be cut, known on all ranks alike, and this one's place."""
+    runtime = find_runtime(model)
+    if runtime is None:
+        return {}
+    tp = runtime.axes.tp
+    found = {}
+    for param in (param for unit in runtime.units for param in unit.params):
+        num_owners = param.num_owners if isinstance(param, JointParameter) else 1
+        index = 0 if param.axis is None else param.axis.index
+        found[param.master] = (num_owners if tp is None else tp.size, index)
+    return found
 
 
 def _tensor_parallel_part(param: DTensor, first_dim: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ An axis of size 1 issues nothing. Gloo and NCCL differ nowhere else in dmuon tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,20 +26,24 @@ def nothing() -> None:
 
 
 class Axis:
-    """One mesh axis as this rank sees it.
+    """One mesh axis as this rank sees it, or a run of it.
 
     Unshard and reduce have a group each: a prefetched broadcast must not queue behind a reduction.
+
+    Args:
+        run: indices of the mesh axis that make up this one. Default: all.
 
     Attributes:
         fixed_tree: sum by one pairwise tree over the axis instead of in the back-end's own order. Costs the root a
             buffer for each rank of the axis.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self.ranks: list[int] = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()
+    def __init__(self, mesh: DeviceMesh | None, run: slice = slice(None)) -> None:
+        self.ranks: list[int] = [dist.get_rank()] if mesh is None else mesh.mesh.flatten().tolist()[run]
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
         self.fixed_tree = False
+        self._can_average = mesh is not None and mesh.device_type == "cuda"
         self.groups: list[dist.ProcessGroup] = []
         if mesh is not None and self.size > 1:
             timeout = group_timeout(mesh.get_group(), mesh.device_type)
@@ -56,13 +61,19 @@ class Axis:
         assert work is not None
         return work.wait
 
+    @property
+    def averages(self) -> bool:
+        """Whether `reduce` divides by the size of the axis, as NCCL does on the way."""
+        return self._can_average and not self.fixed_tree
+
     def reduce(self, tensor: Tensor, root: int) -> Wait:
-        """Sums `tensor` into index `root`; elsewhere it holds anything afterwards (gloo leaves partial sums)."""
+        """Sums `tensor` into index `root`, or averages it; elsewhere it holds anything afterwards."""
         if self.size == 1:
             return nothing
         if self.fixed_tree:
             return self._reduce_by_tree(tensor, root)
-        work = dist.reduce(tensor, self.ranks[root], op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        work = dist.reduce(tensor, self.ranks[root], op=op, group=self._reduce_group, async_op=True)
         assert work is not None
         return work.wait
 
@@ -114,7 +125,12 @@ class Axis:
 
 
 class DataParallelAxes:
-    """The (replicate, shard) axes and this rank's place on them; and the tp axis, where parameters are cut over one."""
+    """The (replicate, shard) axes and this rank's place on them; and the tp axis, where parameters are cut over one.
+
+    Attributes:
+        joint: runs of the shard axis that own matrices jointly with this rank, by their first index and their size;
+            the longest first, which is the order of their collectives. Each lies within the one before.
+    """
 
     def __init__(
         self, shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None = None
@@ -122,11 +138,17 @@ class DataParallelAxes:
         self.shard = Axis(shard_mesh)
         self.replicate = Axis(replicate_mesh)
         self.tp = None if tp_mesh is None else Axis(tp_mesh)
+        self.joint: dict[tuple[int, int], Axis] = {}
         self.world_size = self.shard.size * self.replicate.size
         # Only where both axes communicate does one collective have to wait for another one.
         both = self.shard.size > 1 and self.replicate.size > 1
         self.unshard_lane = Lane(shard_mesh.device_type) if both else None
         self.reduce_lane = Lane(shard_mesh.device_type) if both else None
+
+    @property
+    def reduced_factor(self) -> int:
+        """What a reduction over both axes is, in units of the mean over the data-parallel ranks."""
+        return math.prod(axis.size for axis in (self.shard, self.replicate) if not axis.averages)
 
     def use_fixed_tree(self) -> None:
         self.shard.fixed_tree = self.replicate.fixed_tree = True

@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dmuon.assignment import assign, newton_schulz_flops
-from dmuon.collectives import DataParallelAxes
+from dmuon.assignment import Assignment, assign, newton_schulz_flops
+from dmuon.collectives import Axis, DataParallelAxes
 from dmuon.determinism import apply_fixed_tree, is_deterministic
 from dmuon.hooks import Runtime, attach_runtime, find_runtime
+from dmuon.joint import JointParameter
+from dmuon.joint_assignment import joint_flops, share_largest
 from dmuon.parameter import DedicatedParameter, local, tensor_parallel_slice
 from dmuon.plan import Plan, PlanEntry
 from dmuon.precision import policies, unit_dtypes
@@ -44,6 +46,7 @@ def dedicate_params(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     split: Splits | None = None,
+    max_joint_owners: int = 1,
 ) -> Plan:
     """Gives every chosen matrix one owner that keeps it whole; the others receive it around each use.
 
@@ -65,6 +68,10 @@ def dedicate_params(
         reduce_dtype: dtype of gradient reduction. Default: the policy's, or else `param_dtype`.
         split: rows of the matrices that are fused along dim 0 of a 2-D parameter, by name pattern (`fnmatch`), such
             as {"*.qkv.weight": (4096, 1024, 1024)}. Each is orthogonalised by itself.
+        max_joint_owners: with more ranks than matrices, let 2, 4 or 8 ranks, consecutive on the shard axis, own each of
+            the costliest matrices jointly where that shortens the longest load: see docs/assignment.md. Pass the
+            number of ranks of a node: the numbers that divide it are tried, so that no matrix is shared between nodes.
+            Fused and 3-D parameters always have one owner. Default: all have. Not together with tensor parallelism.
 
     Returns:
         The plan, equal on all ranks.
@@ -72,28 +79,21 @@ def dedicate_params(
     Raises:
         ValueError: called twice, after `fully_shard`, with a mesh of other axes, or with a predicate that chooses
             nothing, something without a boundary or something that is not floating-point, or a split that does not
-            fit. At the first forward: dtypes that contradict the policy, or weights that were never filled.
+            fit; or joint owners together with tensor parallelism. At the first forward: dtypes that contradict the
+            policy, or weights that were never filled.
     """
     shard_mesh, replicate_mesh = _data_parallel_axes(mesh, replicate_mesh)
     _check_model(model)
     chosen, symmetric = select(candidates(model, hook_boundary_predicate), predicate, hook_boundary_strict)
     splits = resolve_splits(chosen, split)
-    axes = DataParallelAxes(shard_mesh, replicate_mesh, _tp_mesh(model, [shard_mesh, replicate_mesh]))
+    tp_mesh = _tp_mesh(model, [shard_mesh, replicate_mesh])
+    _check_joint_owners(max_joint_owners, shard_mesh, tp_mesh)
+    axes = DataParallelAxes(shard_mesh, replicate_mesh, tp_mesh)
     shapes = {candidate.name: tuple(candidate.param.shape) for candidate in chosen}
-    assignment = assign(shapes, axes.replicate.size, axes.shard.size, splits)
-    dedicated = {
-        c.name: DedicatedParameter(
-            c.name,
-            c.places,
-            c.param.shape,
-            local(c.param).shape,
-            assignment.owners[c.name],
-            c.param.dtype,
-            splits.get(c.name, ()),
-            tensor_parallel_slice(c.name, c.param),
-        )
-        for c in chosen
-    }
+    degrees = axes.replicate.size, axes.shard.size
+    assignment = share_largest(assign(shapes, *degrees, splits), shapes, *degrees, max_joint_owners, splits)
+    axes.joint = _joint_axes(assignment, axes, shard_mesh)
+    dedicated = {c.name: _dedicated(c, assignment, axes, splits.get(c.name, ()), shard_mesh) for c in chosen}
     units = _units(model, chosen, dedicated, axes, _device(mesh))
     _fill_masters(chosen, dedicated)
 
@@ -106,12 +106,7 @@ def dedicate_params(
     is_filled = all(candidate.param.device.type != "meta" for candidate in chosen)
     exclude_dedicated_from_fully_shard()
     unit_of = {param.name: unit.name for unit in units for param in unit.params}
-    entries = tuple(
-        PlanEntry(
-            p.name, shapes[p.name], p.split, unit_of[p.name], p.owner, newton_schulz_flops(shapes[p.name], p.split)
-        )
-        for p in dedicated.values()
-    )
+    entries = tuple(_plan_entry(param, unit_of[param.name]) for param in dedicated.values())
     plan = Plan(entries, symmetric, assignment)
     attach_runtime(model, Runtime(units, axes, plan, reshard_after_forward, prepare, dtypes_of, is_filled))
     return plan
@@ -126,7 +121,10 @@ def dedicated_params(model: nn.Module) -> set[nn.Parameter]:
 def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups that dmuon made for this model. Their time-outs are those that the mesh's groups had."""
     runtime = find_runtime(model)
-    return [*runtime.axes.shard.groups, *runtime.axes.replicate.groups] if runtime else []
+    if runtime is None:
+        return []
+    axes = runtime.axes
+    return [group for axis in (axes.shard, axes.replicate, *axes.joint.values()) for group in axis.groups]
 
 
 def _data_parallel_axes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -180,6 +178,57 @@ def _tp_mesh(model: nn.Module, data_parallel: Sequence[DeviceMesh | None]) -> De
     return found
 
 
+def _check_joint_owners(max_joint_owners: int, shard_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:
+    if max_joint_owners < 1:
+        raise ValueError(f"max_joint_owners = {max_joint_owners}: must be 1, or the number of ranks of a node")
+    if max_joint_owners > 1 and tp_mesh is not None:
+        raise ValueError(
+            f"max_joint_owners = {max_joint_owners}: the tp ranks of an owner share its matrices already; leave it at "
+            "1 with tensor parallelism"
+        )
+    ranks = shard_mesh.mesh.flatten().tolist()
+    if max_joint_owners > 1 and ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        raise ValueError(
+            f"max_joint_owners = {max_joint_owners}: consecutive ranks must be neighbours on the shard axis, which has "
+            f"ranks {ranks}; make it the last axis of the mesh"
+        )
+
+
+def _joint_axes(assignment: Assignment, axes: DataParallelAxes, shard_mesh: DeviceMesh) -> dict[tuple[int, int], Axis]:
+    """See `DataParallelAxes`."""
+    groups = {(num, assignment.owners[name]) for name, num in assignment.num_owners.items()}
+    return {
+        (owner.shard, num): Axis(shard_mesh, slice(owner.shard, owner.shard + num))
+        for num, owner in sorted(groups, reverse=True)
+        if owner.replicate == axes.replicate.index and 0 <= axes.shard.index - owner.shard < num
+    }
+
+
+def _dedicated(
+    candidate: Candidate, assignment: Assignment, axes: DataParallelAxes, split: tuple[int, ...], shard_mesh: DeviceMesh
+) -> DedicatedParameter:
+    name, param = candidate.name, candidate.param
+    owner, num_owners = assignment.owners[name], assignment.num_owners.get(name, 1)
+    shapes = param.shape, local(param).shape
+    if num_owners == 1:
+        slice_ = tensor_parallel_slice(name, param)
+        return DedicatedParameter(name, candidate.places, *shapes, owner, param.dtype, split, slice_, axes.tp)
+    is_here = owner.replicate == axes.replicate.index
+    axis = axes.joint.get((owner.shard, num_owners)) if is_here else None
+    mesh = None if axis is None else DeviceMesh.from_group(axis.groups[0], shard_mesh.device_type)
+    return JointParameter(
+        name, candidate.places, *shapes, owner, param.dtype, axis=axis, num_owners=num_owners, mesh=mesh
+    )
+
+
+def _plan_entry(param: DedicatedParameter, unit: str) -> PlanEntry:
+    shape = tuple(param.logical_shape)
+    if isinstance(param, JointParameter):
+        flops = joint_flops(shape, param.num_owners)
+        return PlanEntry(param.name, shape, (), unit, param.owner, flops, param.num_owners)
+    return PlanEntry(param.name, shape, param.split, unit, param.owner, newton_schulz_flops(shape, param.split))
+
+
 def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -211,7 +260,7 @@ def _fill_masters(chosen: Sequence[Candidate], dedicated: dict[str, DedicatedPar
     for candidate in chosen:
         master = dedicated[candidate.name].master
         if master.device.type != "meta" and candidate.param.device.type != "meta":
-            local(master).copy_(local(candidate.param))
+            local(master).copy_(dedicated[candidate.name].part_of(candidate.param))
 
 
 @torch.inference_mode(False)  # the first forward may be an evaluation; what it makes is trained later

@@ -62,7 +62,8 @@ def set_deterministic(
 
     Training on (2, 2), (4) and (4, 1) ranks then gives the same bits, as does every run on one mesh, provided that
     each rank's own arithmetic does (on CUDA: `torch.use_deterministic_algorithms`). Meshes whose shard degree is not
-    a power of two are reproducible, but equal to others only with one replicate row: the tree does not decompose.
+    a power of two are reproducible, but equal to others only with one replicate row: the tree does not decompose. Runs
+    with joint owners (see `dedicate_params`) are reproducible too: who shares a matrix depends on the mesh.
 
     Costs memory and time: a buffer for each rank of an axis, and gathers in place of reductions.
 

@@ -145,9 +145,13 @@ class Runtime:
         if is_recorded:
             self._begun.setdefault(unit, began)
             self._calls.append(call)
-        # What backward recomputes it uses at once.
-        if not recomputing and (self.reshard_after_forward or not is_recorded):
+        # What backward recomputes it uses at once, and what forward used last it needs first.
+        if not recomputing and not (is_recorded and (not self.reshard_after_forward or self._is_last(unit))):
             unit.reshard()
+
+    def _is_last(self, unit: Unit) -> bool:
+        """Whether a forward as the one before ends with this call."""
+        return len(self._order) == len(self._last_order) and unit is self._last_order[-1]
 
     def _after_root_forward(self, output: Any) -> None:
         """Lets backward begin at the end of this forward, wherever this rank's graph meets the first unit."""
@@ -293,7 +297,7 @@ class Runtime:
 
     @property
     def forward_order(self) -> list[Unit]:
-        """All units, as the last forward used them."""
+        """All units, as the last forward used them, those that it did not use at the end."""
         return list(dict.fromkeys([*self._last_order, *self.units]))
 
     def publish(self) -> None:

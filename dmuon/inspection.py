@@ -19,7 +19,8 @@ class Traffic:
     """Bytes of the collectives that this rank takes part in for dedicated parameters.
 
     Attributes:
-        unshard_bytes: broadcasts over the shard axis, a micro-batch: once in Z2, twice in Z3.
+        unshard_bytes: broadcasts over the shard axis, a micro-batch: once in Z2; in Z3 twice, but for the unit
+            that forward uses last.
         reduce_bytes: reductions over the shard axis, a micro-batch.
         column_reduce_bytes: reductions along this rank's owner column, a micro-batch.
         publish_bytes: broadcasts of updated weights along this rank's owner column, a step.
@@ -86,17 +87,18 @@ def inspect(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 def _traffic(runtime: Runtime) -> Traffic:
     shard, replicate = runtime.axes.shard.size > 1, runtime.axes.replicate.size > 1
     weights = grads = column_weights = column_grads = 0
+    last = runtime.forward_order[-1]
     for unit in runtime.units:
         param_dtype, reduce_dtype = runtime.dtypes_of(unit)
         for section in unit.sections:
             weight_bytes = section.numel * param_dtype.itemsize
             grad_bytes = (section.numel + section.num_flags) * reduce_dtype.itemsize
-            weights += weight_bytes
+            weights += weight_bytes * (2 if runtime.reshard_after_forward and unit is not last else 1)
             grads += grad_bytes
             column_weights += section.in_column * weight_bytes
             column_grads += section.in_column * grad_bytes
     return Traffic(
-        unshard_bytes=shard * weights * (2 if runtime.reshard_after_forward else 1),
+        unshard_bytes=shard * weights,
         reduce_bytes=shard * grads,
         column_reduce_bytes=replicate * column_grads,
         publish_bytes=replicate * column_weights,

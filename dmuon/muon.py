@@ -17,13 +17,13 @@ from dmuon.accumulate import discard_accumulated
 from dmuon.adamw import adamw_step, init_adamw_state, is_due
 from dmuon.annotation import annotated
 from dmuon.hooks import find_runtime, reshard
-from dmuon.newton_schulz import Coefficients
-from dmuon.newton_schulz.planning import BatchPlan, batches, stack_sizes
+from dmuon.newton_schulz import Coefficients, resolve_dtype
+from dmuon.newton_schulz.planning import BatchPlan, batches, choose_kernel, stack_sizes
 from dmuon.newton_schulz.updates import FusedUpdates, Piece, update_by_torch
 from dmuon.param_groups import ADAMW, MUON, build_groups, check_momentum_dtype, check_option, named_parameters
 from dmuon.parameter import DedicatedParameter
 from dmuon.publication import Publication
-from dmuon.slices import SliceUpdates
+from dmuon.slices import slice_updates
 
 MOMENTUM = "momentum_buffer"
 
@@ -34,6 +34,10 @@ class Muon(torch.optim.Optimizer):
     `param_groups` are the same on every rank: `param_groups[0]` holds the dedicated parameters, `param_groups[1]` the
     symmetric ones, and the groups that were asked for follow, each of one kind, told by its key "kind". State tensors
     exist from construction on, and for dedicated parameters on their owners alone.
+
+    As with torch's fused optimizers, the attribute `found_inf`, a float32 tensor of one element that is the same on all
+    ranks, keeps the next `step` from changing anything if it is not zero. Where all that runs are kernels which read it
+    themselves, the host does not wait for its value.
 
     As in torch, a parameter whose `.grad` is None is left alone, weight decay and momentum too, and `step` leaves
     `.grad` as it was. Symmetric parameters that are frozen at construction are in no group.
@@ -61,6 +65,8 @@ class Muon(torch.optim.Optimizer):
     Raises:
         ValueError: `dedicate_params` or `materialize` was not called on the model, or an argument is out of range.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -112,8 +118,7 @@ class Muon(torch.optim.Optimizer):
         check_momentum_dtype(momentum_dtype)
 
         self._model, self._runtime = model, runtime
-        tp = runtime.axes.tp
-        self._update_slices = None if tp is None else SliceUpdates(tp, tp_strategy, ns_kernel)
+        self._slice_updates = slice_updates(runtime.axes, tp_strategy, ns_kernel)
         self._fused = FusedUpdates(ns_kernel)
         self._replicate_async = replicate_async
         self._dedicated = {param.master: param for unit in runtime.units for param in unit.params}
@@ -126,6 +131,11 @@ class Muon(torch.optim.Optimizer):
         self._groups_are_final = self._is_checked = False
         super().__init__(groups, {})
         self._groups_are_final = True
+        # So that a kernel that can't run is reported before training, and by rank 0 even if it owns no matrix.
+        device = next((param.device for param in model.parameters() if param.device.type != "meta"), None)
+        for group in self.param_groups:
+            if group["kind"] == MUON and device is not None:
+                choose_kernel(ns_kernel, device, resolve_dtype(group["ns_dtype"], device))
         # Not through super: torch adds its defaults to every group. Schedules look here for what they can change.
         self.defaults = muon_options
         for member in named:
@@ -159,28 +169,40 @@ class Muon(torch.optim.Optimizer):
         self._runtime.wait_publish()
         if not self._is_checked:
             self._check_parameters()
-        self._muon_step()
+        work, cut = self._batches(_gradient_if_due), [(group, self._cut(group)) for group in self.param_groups]
+        found_inf = self.found_inf
+        if found_inf is not None and not (found_inf.is_cuda and self._heeds_found_inf(work, cut)):
+            if found_inf.item():
+                self._runtime.publish()  # the same transfers as on ranks whose devices decide
+                return loss
+            found_inf = None
+        self._muon_step(work, cut, found_inf)
         # Beside it what was published travels.
         for group in self.param_groups:
             if group["kind"] == ADAMW:
-                adamw_step(group, self.state)
+                adamw_step(group, self.state, found_inf)
         if not self._replicate_async:
             self._runtime.wait_publish()
         return loss
 
-    def _muon_step(self) -> None:
-        work = self._batches(_gradient_if_due)
-        cut = [(group, self._cut(group)) for group in self.param_groups]
+    def _heeds_found_inf(self, work: list[Batch], cut: list[Cut]) -> bool:
+        """Whether all that runs reads `found_inf` itself."""
+        return not any(params for _, params in cut) and all(
+            self._fused.can_take(self._plan(batch), batch.pieces) for batch in work
+        )
+
+    def _muon_step(self, work: list[Batch], cut: list[Cut], found_inf: Tensor | None) -> None:
         parts = [batch.params for batch in work] + [params for _, params in cut]
         publication = Publication(self._runtime, chain.from_iterable(parts))
         for batch in work:
-            copied = self._update(batch)
+            copied = self._update(batch, found_inf)
             for param in batch.params:
                 publication.updated(param, copied=copied)
             publication.advance()
-        if self._update_slices is not None:
+        for update_slices in self._slice_updates:
             for group, params in cut:
-                self._update_slices([(p, self.state[p.master][MOMENTUM]) for p in params], group, lr_scale)
+                held = [(p, self.state[p.master][MOMENTUM]) for p in params if p.axis is update_slices.axis]
+                update_slices(held, group, lr_scale)
         publication.finish()
 
     def _check_parameters(self) -> None:
@@ -270,16 +292,20 @@ class Muon(torch.optim.Optimizer):
             sizes = stack_sizes(views[0].shape)
             yield from (Piece(*parts) for parts in zip(*(view.split(sizes) for view in views), strict=True))
 
-    @annotated(lambda self, batch: "dmuon::newton_schulz " + "x".join(map(str, self._plan(batch).shape)))
-    def _update(self, batch: Batch) -> bool:
+    @annotated(lambda self, batch, _: "dmuon::newton_schulz " + "x".join(map(str, self._plan(batch).shape)))
+    def _update(self, batch: Batch, found_inf: Tensor | None) -> bool:
         """Returns whether compute copies were renewed with the masters."""
         plan, pieces = self._plan(batch), batch.pieces
         scale = lr_scale(batch.group["adjust_lr_fn"], pieces[0].master.shape)
         if self._fused.can_take(plan, pieces):
-            self._fused(plan, pieces, batch.group, scale)
+            self._fused(plan, pieces, batch.group, scale, found_inf)
             return pieces[0].compute is not None
         update_by_torch(pieces, batch.group, scale, dtype=plan.dtype, kernel=self._fused.kernel)
         return False
+
+
+Cut = tuple[dict[str, Any], list[DedicatedParameter]]
+"""A group, and those of its parameters of which other ranks have parts too."""
 
 
 class Batch(NamedTuple):

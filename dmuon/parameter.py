@@ -6,7 +6,9 @@ elsewhere. Inside, it holds `compute`: a view into the unit's buffer, in `param_
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dmuon.assignment import Owner
+from dmuon.collectives import Axis
 from dmuon.torch_internals import mark_dedicated, waited
 
 
 @dataclass(frozen=True)
 class Slice:
-    """How tensor parallelism cuts a parameter: what makes a DTensor of this rank's part.
+    """How a parameter is cut over several ranks: what makes a DTensor of this rank's part.
 
     Attributes:
-        mesh: the tp axis, one-dimensional. placement: on it, `Shard(dim)` or `Replicate()`.
+        mesh: these ranks, one-dimensional. placement: on it, `Shard(dim)` or `Replicate()`.
         shape, stride: of the whole parameter.
     """
 
@@ -42,6 +45,29 @@ class Slice:
         return self.placement.dim if isinstance(self.placement, Shard) else None
 
 
+class Member(Protocol):
+    """What a section is made of: a whole parameter, or one owner's part of it."""
+
+    offset: int
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def master(self) -> nn.Parameter: ...
+
+    def set_master(self, part: Tensor | None) -> None: ...
+
+    def set_compute(self, part: Tensor) -> None: ...
+
+    def add_gradient(self, part: Tensor) -> None: ...
+
+    def view(self, buffer: Tensor) -> Tensor: ...
+
+
 @dataclass(eq=False)
 class DedicatedParameter:
     """A matrix, a stack of matrices over dim 0, or several matrices fused along dim 0, with one owner.
@@ -53,7 +79,8 @@ class DedicatedParameter:
             differ under tensor parallelism only.
         dtype: what the parameter had before it was dedicated.
         split: rows of each fused matrix, summing to dim 0; empty if it is not fused.
-        slice: how tensor parallelism cuts it, or None.
+        slice: how it is cut: by tensor parallelism, or among joint owners; None if it is not.
+        axis: the ranks that have the other slices.
         offset: first element in its section's buffer.
     """
 
@@ -65,6 +92,7 @@ class DedicatedParameter:
     dtype: torch.dtype = torch.float32
     split: tuple[int, ...] = ()
     slice: Slice | None = None
+    axis: Axis | None = None
     offset: int = 0
     master: nn.Parameter = field(init=False)
     compute: nn.Parameter = field(init=False)
@@ -75,7 +103,7 @@ class DedicatedParameter:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a tp rank has a part of it only."""
+        """Whether this rank has a part of it only, and others the rest."""
         return self.slice is not None and self.slice.dim is not None
 
     def set_master(self, part: Tensor | None) -> None:
@@ -101,6 +129,14 @@ class DedicatedParameter:
         if tuple(grad.placements) != (self.slice.placement,):
             grad = grad.redistribute(placements=(self.slice.placement,))
         return waited(grad.to_local())
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What this rank, an owner, keeps of a parameter as the model had it."""
+        return local(whole)
+
+    def by_owner(self, grad: Tensor) -> Iterator[tuple[Member, Tensor]]:
+        """What is reduced to each owner, of a gradient as `local_gradient` gives it."""
+        yield self, grad
 
     def add_gradient(self, part: Tensor) -> None:
         """Adds to `master.grad`, or makes it; `part` is kept."""

@@ -18,7 +18,8 @@ class PlanEntry:
     Attributes:
         shape: the logical shape. split: rows of each fused matrix, empty if it is one matrix or a stack.
         unit: name of the hook boundary; several, joined by " + ", for a tied parameter.
-        flops: of its Newton-Schulz iteration, once a step.
+        flops: of its Newton-Schulz iteration, once a step; on each owner.
+        num_owners: ranks that own it jointly, `owner` and those that follow on the shard axis.
     """
 
     name: str
@@ -27,6 +28,7 @@ class PlanEntry:
     unit: str
     owner: Owner
     flops: int
+    num_owners: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,25 +48,24 @@ class Plan:
         rows = [("parameter", "role", "shape", "owner", "unit", "GFLOP a step")]
         for entry in self.entries:
             shape = " x ".join(map(str, entry.shape)) + (f" as {entry.split}" if entry.split else "")
-            rows.append((entry.name, "dedicated", shape, _place(entry.owner), entry.unit, f"{entry.flops / 1e9:.1f}"))
+            owner = _place(entry.owner, entry.num_owners)
+            rows.append((entry.name, "dedicated", shape, owner, entry.unit, f"{entry.flops / 1e9:.1f}"))
         for name, dims in self.symmetric.items():
             rows.append((name, "symmetric", " x ".join(map(str, dims)), "", "", ""))
         loads = [("owner", "GFLOP a step", "masters and momentum")]
         for slot, flops in self.assignment.flops.items():
             num_bytes = OWNED_BYTES_PER_ELEMENT * self.assignment.numel[slot]
             loads.append((_place(slot), f"{flops / 1e9:.1f}", f"{num_bytes / 2**20:.1f} MiB"))
-        return "\n".join(
-            [
-                *_aligned(rows),
-                "",
-                *_aligned(loads),
-                f"longest load: {self.assignment.imbalance:.3f} of the least possible",
-            ]
-        )
+        longest = f"longest load: {self.assignment.imbalance:.3f} of the least possible"
+        num_joint = len(self.assignment.num_owners)
+        if num_joint:
+            longest += f" with one owner each; {num_joint} of {len(self.entries)} are owned jointly"
+        return "\n".join([*_aligned(rows), "", *_aligned(loads), longest])
 
 
-def _place(owner: Owner) -> str:
-    return f"({owner.replicate}, {owner.shard})"
+def _place(owner: Owner, num_owners: int = 1) -> str:
+    shard = f"{owner.shard}" if num_owners == 1 else f"{owner.shard}-{owner.shard + num_owners - 1}"
+    return f"({owner.replicate}, {shard})"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from dmuon.hooks import Runtime
-from dmuon.parameter import DedicatedParameter
+from dmuon.parameter import DedicatedParameter, Member
+from dmuon.unit import Unit
 
 
 class Publication:
@@ -22,10 +23,10 @@ class Publication:
 
     def __init__(self, runtime: Runtime, due: Iterable[DedicatedParameter]) -> None:
         self._units = list(reversed(runtime.forward_order)) if runtime.has_copies else []
-        self._unit_of = {param: unit for unit in self._units for param in unit.params}
-        self._parts = Counter(due)
+        self._unit_of: dict[Member, Unit] = {param: unit for unit in self._units for param in unit.params}
+        self._parts: Counter[Member] = Counter(due)
         self._missing = Counter(self._unit_of[param] for param in self._parts.elements() if param in self._unit_of)
-        self._copied: Counter[DedicatedParameter] = Counter()
+        self._copied: Counter[Member] = Counter()
 
     def updated(self, param: DedicatedParameter, *, copied: bool) -> None:
         """A part of `param` is up to date; `copied`: its compute copy too."""
@@ -45,5 +46,5 @@ class Publication:
 
     def _publish_next(self) -> None:
         unit = self._units.pop()
-        for section in unit.sections:
+        for section in unit.sections:  # of a strip no part was counted, so that it is renewed here
             section.publish(renewed=all(0 < self._parts[p] == self._copied[p] for p in section.params))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dmuon.annotation import annotate
 from dmuon.collectives import Wait, nothing
-from dmuon.parameter import DedicatedParameter
-from dmuon.section import Section, aligned
-from dmuon.torch_internals import flatten_dense_tensors
+from dmuon.parameter import Member
+from dmuon.section import ALIGNMENT, Section, aligned
+from dmuon.torch_internals import foreach_copy_
 
 
 class GradientLayout:
@@ -25,48 +25,44 @@ class GradientLayout:
     def __init__(self, sections: Sequence[Section]) -> None:
         self.sections = list(sections)
         self.section_sizes = [section.numel + section.num_flags for section in sections]
-        self._params = [param for section in sections for param in section.params]
-        self._constants: dict[tuple[float, ...], Tensor] = {}
-        # What a buffer is made of where every parameter has a gradient: parameters, and constants between them.
-        self._complete: list[DedicatedParameter | Tensor] = []
-
-    def fill(self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer with the gradients there are, and a flag for each; what is missing is zero."""
-        if all(param in grads for param in self._params):
-            self._complete = self._complete or self._pieces(grads, dtype, device)
-            pieces = self._complete
-        else:
-            pieces = self._pieces(grads, dtype, device)
-        # One pass over all of them, in the wider of the dtypes.
-        flat = flatten_dense_tensors([piece if isinstance(piece, Tensor) else grads[piece] for piece in pieces])
-        return flat.to(dtype)
-
-    def _pieces(
-        self, grads: dict[DedicatedParameter, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> list[DedicatedParameter | Tensor]:
-        pieces: list[DedicatedParameter | Tensor] = []
-        for section in self.sections:
+        # What lies behind one another: gradients, and None for what is no parameter's.
+        self._spans: list[tuple[Member | None, int]] = []
+        for section in sections:
             for param in section.params:
                 gap = aligned(param.numel) - param.numel
-                pieces.append(param if param in grads else torch.zeros(param.numel, dtype=dtype, device=device))
-                pieces += [self._constant((0.0,) * gap, dtype, device)] if gap else []
+                self._spans += [(param, param.numel), (None, gap)] if gap else [(param, param.numel)]
+            self._spans += [(None, section.num_flags)] if section.num_flags else []
+        self._constants: dict[tuple[float, ...], Tensor] = {}
+
+    def fill(self, grads: dict[Member, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer with the gradients there are, and a flag for each; what is missing is zero."""
+        flat = torch.empty(sum(self.section_sizes), dtype=dtype, device=device)
+        parts = flat.split([size for _, size in self._spans])
+        filled = [(part, param) for part, (param, _) in zip(parts, self._spans, strict=True) if param in grads]
+        # One pass over all gradients, which casts them too.
+        if filled:
+            foreach_copy_([part for part, _ in filled], [grads[param].reshape(-1) for _, param in filled])
+        values = self._constants_of(grads)
+        for part, (param, _) in zip(parts, self._spans, strict=True):
+            if param is None:
+                part.copy_(self._constant(next(values), dtype, device))
+            elif param not in grads:
+                part.zero_()
+        return flat
+
+    def _constants_of(self, grads: dict[Member, Tensor]) -> Iterator[tuple[float, ...]]:
+        """Zeros for each gap, and each section's flags: whether this rank used a parameter."""
+        for section in self.sections:
+            yield from ((0.0,) * (aligned(p.numel) - p.numel) for p in section.params if p.numel % ALIGNMENT)
             if section.num_flags:
                 used = tuple(float(param in grads) for param in section.params)
-                padding = (0.0,) * (section.num_flags - len(used))
-                pieces.append(self._constant(used + padding, dtype, device))
-        return pieces
+                yield used + (0.0,) * (section.num_flags - len(used))
 
     def _constant(self, values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A small tensor that stays on the device: which parameters are used changes rarely."""
         if values not in self._constants:
             self._constants[values] = torch.tensor(values, dtype=dtype, device=device)
         return self._constants[values]
-
-    def used_by_any(self, buffer: Tensor) -> list[bool]:
-        """Of the only section of a layout, after the reduction. Reads the device."""
-        (section,) = self.sections
-        flags = buffer[section.numel :].tolist()
-        return [flag > 0 for flag in flags[: len(section.params)]] if flags else [False] * len(section.params)
 
 
 class Reduction:
@@ -81,11 +77,11 @@ class Reduction:
         sections: Sequence[Section],
         sent: GradientLayout,
         owned: GradientLayout,
-        grads: dict[DedicatedParameter, Tensor],
+        grads: dict[Member, Tensor],
         dtype: torch.dtype,
     ) -> None:
         """`name`, `sections`: the unit's; `sent` and `owned`: the layouts of those owned elsewhere and here."""
-        self._name, self._used, self._owned = name, grads.keys(), owned
+        self._name, self._used = name, grads.keys()
         self._waits: list[Wait] = []
         # Kept until the end: what the first stage gathers is read on another stream or thread.
         self._buffers: list[Tensor] = []
@@ -97,6 +93,7 @@ class Reduction:
                 buffer = layout.fill(grads, dtype, layout.sections[0].device)
                 parts.update(zip(layout.sections, buffer.split(layout.section_sizes), strict=True))
                 self._buffers.append(buffer)
+        self._owned = {section: parts[section] for section in owned.sections}
         with annotate(f"dmuon::reduce {name}"):
             for section in sections:  # in one order on all ranks
                 self._start(section, parts[section])
@@ -111,7 +108,7 @@ class Reduction:
         self._waits.append(wait)
 
     def wait(self) -> None:
-        """Both stages are over and the buffers are nobody else's; on an owner they hold the sum."""
+        """Both stages are over and the buffers are nobody else's; an owner's hold `reduced_factor` times the mean."""
         if self._waits:
             with annotate(f"dmuon::wait reduce {self._name}"):
                 for wait in self._waits:
@@ -122,19 +119,26 @@ class Reduction:
     def finish(self) -> None:
         """Adds the mean over the data-parallel ranks to `master.grad` on each owner."""
         self.wait()
-        if self._owned.sections:
-            (section,) = self._owned.sections
+        for section, buffer in self._owned.items():
             params = section.params
             if not all(param in self._used for param in params):
                 # Others may have used what this rank did not. Only then the flags are read, for the host waits.
-                flags = self._owned.used_by_any(self._buffers[-1])
+                flags = _used_by_any(section, buffer)
                 params = [p for p, used in zip(params, flags, strict=True) if used or p in self._used]
-            mean = self._buffers[-1].div_(section.axes.world_size).float()
+            mean = buffer.float()
+            if section.axes.reduced_factor != 1:
+                mean.div_(section.axes.reduced_factor)
             for param in params:
                 if not param.master.requires_grad:
                     continue
                 param.add_gradient(param.view(mean))
-        self._buffers, self._first_stages = [], []
+        self._buffers, self._first_stages, self._owned = [], [], {}
+
+
+def _used_by_any(section: Section, buffer: Tensor) -> list[bool]:
+    """Of each parameter, after the reduction. Reads the device."""
+    flags = buffer[section.numel :].tolist()
+    return [flag > 0 for flag in flags[: len(section.params)]] if flags else [False] * len(section.params)
 
 
 def _reduce_along_column(over_shard: Wait, section: Section, buffer: Tensor) -> Wait:

@@ -1,4 +1,4 @@
-"""The parameters of one unit that share one owner: the grain of every collective."""
+"""The parameters of one unit that share one owner, or a part of one parameter: the grain of every collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from dmuon.annotation import annotate
 from dmuon.assignment import Owner
 from dmuon.collectives import DataParallelAxes, Wait, nothing
-from dmuon.parameter import DedicatedParameter
+from dmuon.parameter import Member
 
 # Starts of parameters in a buffer, in elements: 16 bytes in half precision, what matrix kernels and TMA ask for.
 ALIGNMENT = 8
@@ -35,12 +35,7 @@ class Section:
     """
 
     def __init__(
-        self,
-        name: str,
-        owner: Owner,
-        params: Sequence[DedicatedParameter],
-        axes: DataParallelAxes,
-        device: torch.device,
+        self, name: str, owner: Owner, params: Sequence[Member], axes: DataParallelAxes, device: torch.device
     ) -> None:
         self.name = name
         self.owner, self.params, self.axes, self.device = owner, list(params), axes, device
@@ -66,17 +61,29 @@ class Section:
         for param in self.params:
             param.set_compute(param.view(flat.data))
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether what is broadcast arrives in memory that is freed after use."""
+        return not self.in_column
+
+    def set_gathered(self, flat: Tensor) -> None:
+        """`flat`: [numel] elements of such memory, in `param_dtype`."""
+        self.set_compute(flat)
+
     def unshard(self) -> Wait:
         """Starts filling `compute`. In the column it waits for what was published first, without holding up compute."""
-        assert self.compute is not None
         publish, self._publish = self._publish, None
         if self.axes.unshard_lane is None:
-            return publish or self.axes.shard.broadcast(self.compute, self.owner.shard)
-        return self.axes.unshard_lane.run(partial(self._broadcast_after, publish or nothing, self.compute))
+            return publish or self._broadcast()
+        return self.axes.unshard_lane.run(partial(self._broadcast_after, publish or nothing))
 
-    def _broadcast_after(self, wait: Wait, compute: Tensor) -> Wait:
+    def _broadcast_after(self, wait: Wait) -> Wait:
         wait()
-        return self.axes.shard.broadcast(compute, self.owner.shard)
+        return self._broadcast()
+
+    def _broadcast(self) -> Wait:
+        assert self.compute is not None
+        return self.axes.shard.broadcast(self.compute, self.owner.shard)
 
     @torch.no_grad()
     def refresh_compute(self) -> None:

@@ -1,4 +1,5 @@
-"""The update of parameters that tensor parallelism has cut: the tp ranks of an owner orthogonalise together."""
+"""The update of parameters of which several ranks have a slice each, the tp ranks of an owner or joint owners: they
+orthogonalise together."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dmuon.annotation import annotated
-from dmuon.collectives import Axis
+from dmuon.collectives import Axis, DataParallelAxes
 from dmuon.newton_schulz import resolve_dtype
 from dmuon.parameter import DedicatedParameter, local
-from dmuon.tensor_parallel import STRATEGIES, Layout, TensorParallelOrthogonalizer, plan_orthogonalization
+from dmuon.tensor_parallel import GRAM, STRATEGIES, Layout, TensorParallelOrthogonalizer, plan_orthogonalization
 
 
 class Part(NamedTuple):
@@ -28,18 +29,13 @@ class SliceUpdates:
     """Momentum -> orthogonalise -> masters. Masters and momentum stay where they are.
 
     Args:
-        axis: the tp axis.
+        axis: the ranks that have the slices.
         strategy: see `dmuon.tensor_parallel.plan_orthogonalization`.
         kernel: see `dmuon.newton_schulz.planning.choose_kernel`.
-
-    Raises:
-        ValueError: an unknown strategy.
     """
 
     def __init__(self, axis: Axis, strategy: str, kernel: str = "auto") -> None:
-        if strategy not in STRATEGIES:
-            raise ValueError(f"tp_strategy = {strategy!r}: must be one of {', '.join(STRATEGIES)}")
-        self._axis, self._strategy, self._kernel = axis, strategy, kernel
+        self.axis, self._strategy, self._kernel = axis, strategy, kernel
         self._planned: dict[tuple[object, ...], TensorParallelOrthogonalizer] = {}
 
     @annotated(lambda _, params, *__: f"dmuon::newton_schulz {len(params)} slices")
@@ -49,10 +45,10 @@ class SliceUpdates:
         group: dict[str, Any],
         scale_of: Callable[[str, Sequence[int]], float],
     ) -> None:
-        """All tp ranks together.
+        """All ranks of the axis together.
 
         Args:
-            params: each with its momentum; the same ones in the same order on all tp ranks.
+            params: each with its momentum; the same ones in the same order on all of them.
             group: the options of `dmuon.Muon`.
             scale_of: (adjust_lr_fn, logical shape) -> factor on the learning rate.
         """
@@ -81,8 +77,8 @@ class SliceUpdates:
         tensors = [local(tensor) for tensor in (param.master, param.master.grad, momentum)]
         if not param.split:
             return [Part(layout, *tensors)]
-        layouts = layout.split(param.split, self._axis.size)
-        rows = [piece.local_shape(self._axis.size, self._axis.index)[0] for piece in layouts]
+        layouts = layout.split(param.split, self.axis.size)
+        rows = [piece.local_shape(self.axis.size, self.axis.index)[0] for piece in layouts]
         views = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
         return [Part(piece, *view) for piece, view in zip(layouts, views, strict=True)]
 
@@ -91,9 +87,21 @@ class SliceUpdates:
         layouts = tuple(part.layout for part in parts)
         if (layouts, dtype) not in self._planned:
             # What travels in the iteration's dtype was normalised in float32 before: nothing is lost by it.
-            plan = plan_orthogonalization(layouts, self._axis.size, self._strategy, dtype=dtype, wire_dtype=dtype)
-            self._planned[layouts, dtype] = TensorParallelOrthogonalizer(plan, self._axis)
+            plan = plan_orthogonalization(layouts, self.axis.size, self._strategy, dtype=dtype, wire_dtype=dtype)
+            self._planned[layouts, dtype] = TensorParallelOrthogonalizer(plan, self.axis)
         return self._planned[layouts, dtype]
+
+
+def slice_updates(axes: DataParallelAxes, tp_strategy: str, kernel: str) -> list[SliceUpdates]:
+    """Those that this rank takes part in, in the order in which it does.
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    if tp_strategy not in STRATEGIES:
+        raise ValueError(f"tp_strategy = {tp_strategy!r}: must be one of {', '.join(STRATEGIES)}")
+    over_tp = [] if axes.tp is None else [SliceUpdates(axes.tp, tp_strategy, kernel)]
+    return over_tp + [SliceUpdates(axis, GRAM, kernel) for axis in axes.joint.values()]
 
 
 def _look_ahead(part: Part, momentum: float, nesterov: bool) -> Tensor:

@@ -51,9 +51,9 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, dtype=torch.float64))
 
 
-def flatten_dense_tensors(tensors: list[Tensor]) -> Tensor:
-    """All elements of all tensors behind one another, in the dtype that they promote to: [sum of numel]."""
-    return torch._utils._flatten_dense_tensors(tensors)
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Each source to its target, cast to its dtype, in one pass where shapes are equal."""
+    torch._foreach_copy_(targets, sources)
 
 
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dmuon.annotation import annotate
 from dmuon.collectives import DataParallelAxes, Wait
+from dmuon.joint import JointParameter, StripSection
 from dmuon.parameter import DedicatedParameter
 from dmuon.reduction import GradientLayout, Reduction
 from dmuon.section import Section
@@ -46,13 +47,12 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.name, self.boundaries, self.params = name, list(boundaries), list(params)
-        by_owner = {owner: [p for p in params if p.owner == owner] for owner in sorted({p.owner for p in params})}
-        self.sections = [Section(name, owner, own, axes, device) for owner, own in by_owner.items()]
+        self.sections = _sections(name, params, axes, device)
         self._owned = GradientLayout([section for section in self.sections if section.is_owner])
         self._sent = GradientLayout([section for section in self.sections if not section.is_owner])
         self.state = UnitState.SHARDED
         self.owes_reduction = False
-        # One storage for all compute copies that this rank does not keep, without memory unless unsharded.
+        # One storage for all that this rank computes with and does not keep, without memory unless unsharded.
         self._away: torch.UntypedStorage | None = None
         self._away_bytes = 0
         self._waits: list[Wait] = []
@@ -64,11 +64,16 @@ class Unit:
     def build_compute(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         """Makes the compute copies."""
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        away = [section for section in self.sections if not section.in_column]
-        if away:
-            flat = torch.empty(sum(section.numel for section in away), dtype=param_dtype, device=away[0].device)
-            for section, part in zip(away, flat.split([section.numel for section in away]), strict=True):
-                section.set_compute(part)
+        gathered = [section for section in self.sections if section.is_gathered]
+        if gathered:
+            flat = torch.empty(sum(section.numel for section in gathered), dtype=param_dtype, device=gathered[0].device)
+            begin = 0
+            for section in gathered:
+                section.set_gathered(flat[begin : begin + section.numel])
+                if isinstance(section, StripSection) and section.strip.index == 0:
+                    whole = section.strip.whole
+                    whole.set_compute(flat[begin : begin + whole.numel].data)  # all strips, one behind the other
+                begin += section.numel
             self._away, self._away_bytes = flat.untyped_storage(), flat.untyped_storage().nbytes()
             self._away.resize_(0)
         for section in self.sections:
@@ -144,7 +149,8 @@ class Unit:
         kept, self._accumulated, self.owes_reduction = self._accumulated, {}, False
         for param, grad in grads.items():
             kept[param] = kept[param].add_(grad) if param in kept else grad
-        return Reduction(self.name, self.sections, self._sent, self._owned, kept, self.reduce_dtype)
+        by_owner = dict(part for param, grad in kept.items() for part in param.by_owner(grad))
+        return Reduction(self.name, self.sections, self._sent, self._owned, by_owner, self.reduce_dtype)
 
     @torch.no_grad()
     def keep_gradients(self) -> None:
@@ -163,6 +169,17 @@ class Unit:
     def discard_accumulated(self) -> None:
         """Drops what backward passes without synchronisation have left."""
         self._accumulated, self.owes_reduction = {}, False
+
+
+def _sections(
+    name: str, params: Sequence[DedicatedParameter], axes: DataParallelAxes, device: torch.device
+) -> list[Section]:
+    """In the order of their collectives: by owner, then the strips of each matrix that is owned jointly."""
+    joint = [param for param in params if isinstance(param, JointParameter)]
+    single = [param for param in params if not isinstance(param, JointParameter)]
+    owners = sorted({param.owner for param in single})
+    sections = [Section(name, owner, [p for p in single if p.owner == owner], axes, device) for owner in owners]
+    return sections + [StripSection(name, strip, axes, device) for param in joint for strip in param.strips]
 
 
 def _gradient_hook(unit: Unit, param: DedicatedParameter) -> Callable[[Tensor], None]:

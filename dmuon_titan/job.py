@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dmuon.plan import Plan
 from dmuon_titan.checkpoint import Start, TrainState, checkpoint_group, find_start
 from dmuon_titan.config import (
     JobConfig,
@@ -250,6 +251,11 @@ def new_train_state(config: JobConfig, dataset: TokenDataset) -> TrainState:
     )
 
 
+def _joint(plan: Plan) -> str:
+    num_joint = len(plan.assignment.num_owners)
+    return f" ({num_joint} with joint owners)" if num_joint else ""
+
+
 def _describe(trainer: Trainer, dataset: TokenDataset) -> None:
     """What is about to be trained, on what, by how many; each line once a job."""
     config, mesh, size = trainer.config, trainer.mesh, trainer.size
@@ -260,8 +266,8 @@ def _describe(trainer: Trainer, dataset: TokenDataset) -> None:
         num_dedicated = sum(math.prod(entry.shape) for entry in trainer.plan.entries)
         num_symmetric = sum(math.prod(shape) for shape in trainer.plan.symmetric.values())
         split = (
-            f"{num_dedicated:,} in {len(trainer.plan.entries)} matrices by Muon, {num_symmetric:,} in "
-            f"{len(trainer.plan.symmetric)} others by AdamW"
+            f"{num_dedicated:,} in {len(trainer.plan.entries)} matrices by Muon{_joint(trainer.plan)}, "
+            f"{num_symmetric:,} in {len(trainer.plan.symmetric)} others by AdamW"
         )
     degrees = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in AXES)
     logger.info(

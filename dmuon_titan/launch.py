@@ -147,6 +147,9 @@ def _prepare_environment(nodes: Nodes, gpus: list[Gpu]) -> None:
             f"{len(gpus)} GPUs ({gpus[0].name}), but the torch of {sys.executable} is built without CUDA: install one "
             "that has it, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
+    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Segments that grow: what one size has left serves any other, and reserved memory stays near allocated.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if nodes.num_nodes == 1 and not gpus:
         # gloo would ask the name service for this machine's address, which a laptop often doesn't have or changes.
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]

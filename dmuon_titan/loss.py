@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
+from dmuon.torch_internals import foreach_mul_
 from dmuon_titan.config.schema import JobConfig, Parallelism
 
 IGNORE_INDEX = -100
@@ -32,7 +34,7 @@ LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**26}
 Losses = tuple[Tensor, Tensor]
 """The loss times a scale, to be differentiated, and the loss itself; both 0-dim and float32."""
 
-Gradient = Callable[[Tensor, Tensor, Tensor], Losses]
+ToGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def build_loss(config: JobConfig) -> Callable[..., Losses]:
@@ -42,7 +44,7 @@ def build_loss(config: JobConfig) -> Callable[..., Losses]:
     compile_: Callable[[Any], Any] = partial(torch.compile, backend=options.backend, fullgraph=True)
     if config.parallelism.tensor_parallel_degree > 1:
         return partial(_of_logits, compile_(cross_entropy_sum) if compiled else cross_entropy_sum)
-    return partial(_of_hidden_states, compile_(_logits_gradient) if compiled else _logits_gradient)
+    return partial(_of_hidden_states, compile_(_to_gradient) if compiled else _to_gradient)
 
 
 def _of_logits(
@@ -53,9 +55,9 @@ def _of_logits(
 
 
 def _of_hidden_states(
-    gradient: Gradient, model: nn.Module, input_BS: Tensor, label_BS: Tensor, scale: Tensor
+    to_gradient: ToGradient, model: nn.Module, input_BS: Tensor, label_BS: Tensor, scale: Tensor
 ) -> Losses:
-    return model(input_BS, partial(linear_cross_entropy_sum, label_BS=label_BS, scale=scale, logits_gradient=gradient))
+    return model(input_BS, partial(linear_cross_entropy_sum, label_BS=label_BS, scale=scale, to_gradient=to_gradient))
 
 
 def linear_cross_entropy_sum(
@@ -63,7 +65,7 @@ def linear_cross_entropy_sum(
     weight_VD: Tensor,
     label_BS: Tensor,
     scale: Tensor,
-    logits_gradient: Gradient | None = None,
+    to_gradient: ToGradient | None = None,
 ) -> Losses:
     """`cross_entropy_sum` of hidden W^T without ever having all of these logits.
 
@@ -71,31 +73,34 @@ def linear_cross_entropy_sum(
         hidden_BSD, weight_VD: of one floating dtype, in which logits and their gradient are rounded; sums are float32.
         label_BS: int64, in 0 .. V - 1, or IGNORE_INDEX.
         scale: 0-dim. Known beforehand, so that gradients are rounded once.
-        logits_gradient: `_logits_gradient`, maybe compiled.
+        to_gradient: `_to_gradient`, maybe compiled.
     """
-    gradient = logits_gradient or _logits_gradient
+    to_gradient = to_gradient or _to_gradient
     hidden_ND, label_N = hidden_BSD.flatten(0, -2), label_BS.flatten()
     if torch.is_grad_enabled():
-        scaled, loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, label_N, scale.float(), gradient)
+        scaled, loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, label_N, scale.float(), to_gradient)
         return scaled, loss
     chunks = _chunks(hidden_ND, weight_VD, label_N)
-    loss = torch.stack([gradient(hidden @ weight_VD.T, label, scale.float())[0] for hidden, label in chunks]).sum()
+    loss = torch.stack([to_gradient(hidden @ weight_VD.T, label, scale.float()) for hidden, label in chunks]).sum()
     return loss * scale, loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Forward makes both gradients, and backward can only be had once. What comes in there is rounded to their dtype:
+    it is 1 unless the scaled loss is scaled again."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, label_N: Tensor, scale: Tensor, gradient: Gradient
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, label_N: Tensor, scale: Tensor, to_gradient: ToGradient
     ) -> Losses:
         hidden_grads, losses = [], []
         weight_grad: Tensor | None = None
         for hidden, label in _chunks(hidden_ND, weight_VD, label_N):
-            loss, logits_grad = gradient(hidden @ weight_VD.T, label, scale)
-            losses.append(loss)
-            hidden_grads.append(logits_grad @ weight_VD)
-            weight_grad = _plus_product(weight_grad, logits_grad.T, hidden)
-            del logits_grad
+            logits = hidden @ weight_VD.T
+            losses.append(to_gradient(logits, label, scale))
+            hidden_grads.append(logits @ weight_VD)
+            weight_grad = _plus_product(weight_grad, logits.T, hidden)
+            del logits
         loss = torch.stack(losses).sum()
         assert weight_grad is not None
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad.to(weight_VD.dtype))
@@ -103,9 +108,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss * scale, loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * grad, weight_grad * grad, None, None, None
+        # In place, for nobody else has them; and foreach, for a plain product with a 0-dim tensor is far slower.
+        gradients = list(ctx.saved_tensors)
+        foreach_mul_(gradients, grad.to(gradients[0].dtype))
+        return *gradients, None, None, None
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor, label_N: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -123,8 +131,8 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total.add_(a @ b)
 
 
-def _logits_gradient(logits_NV: Tensor, label_N: Tensor, scale: Tensor) -> Losses:
-    """The summed loss, 0-dim and float32, and the gradient of `scale` times it in the dtype of the logits."""
+def _to_gradient(logits_NV: Tensor, label_N: Tensor, scale: Tensor) -> Tensor:
+    """The summed loss, 0-dim and float32. Turns logits into the gradient of `scale` times it, in place."""
     valid_N = label_N != IGNORE_INDEX
     target_N1 = label_N.where(valid_N, 0)[:, None]
     log_probability_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
@@ -132,10 +140,12 @@ def _logits_gradient(logits_NV: Tensor, label_N: Tensor, scale: Tensor) -> Losse
     scale_N1 = torch.where(valid_N, scale, 0)[:, None]
     if torch.compiler.is_compiling():  # one pass; in plain torch this would be three
         is_target_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == target_N1
-        return loss, ((log_probability_NV.exp() - is_target_NV.float()) * scale_N1).to(logits_NV.dtype)
-    gradient_NV = log_probability_NV.exp_()
-    gradient_NV[torch.arange(len(label_N), device=label_N.device), target_N1[:, 0]] -= 1
-    return loss, torch.mul(gradient_NV, scale_N1, out=torch.empty_like(logits_NV))
+        logits_NV.copy_((log_probability_NV.exp() - is_target_NV.float()) * scale_N1)
+    else:
+        gradient_NV = log_probability_NV.exp_()
+        gradient_NV[torch.arange(len(label_N), device=label_N.device), target_N1[:, 0]] -= 1
+        torch.mul(gradient_NV, scale_N1, out=logits_NV)
+    return loss
 
 
 def cross_entropy_sum(logits_BSV: Tensor, label_BS: Tensor) -> Tensor:

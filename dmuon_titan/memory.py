@@ -20,6 +20,7 @@ _FP32 = 4
 # Newton-Schulz works on batches of at most this many elements, each in float32 and in three half-precision buffers.
 _ORTHOGONALIZED_AT_ONCE = 2**28
 _ORTHOGONALIZATION_BYTES = 10
+_MOST_OWNERS = 8  # of one matrix
 _LOSS_CHUNK = 2**26  # logits that the loss works on at once
 
 
@@ -41,7 +42,10 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Numbers of elements, whole model: matrices with owners, all else; one block and the embedding, or the head."""
+    """Numbers of elements, whole model: matrices with owners, all else; one block and the embedding, or the head.
+
+    largest_matrix: what an owner of the largest one has at least.
+    """
 
     dedicated: int
     symmetric: int
@@ -110,7 +114,7 @@ def _count(config: JobConfig, size: LlamaSize) -> _Shapes:
     return _Shapes(
         dedicated=dedicated,
         symmetric=total - dedicated,
-        largest_matrix=max(matrices.values(), default=0),
+        largest_matrix=max(matrices.values(), default=0) // min(config.optimizer.max_joint_owners, _MOST_OWNERS),
         block=sum(in_blocks.values()) // size.num_layers,
         head=size.vocab_size * size.dim,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -122,3 +123,19 @@ def build_mesh(device: torch.device, degrees: tuple[int, int, int]) -> ParallelM
 def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on the device; to a GPU from pinned memory, so that the host doesn't wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def to_host(tensor: Tensor) -> Callable[[], list[float]]:
+    """Starts copying a 1-D tensor to the host; the function returned waits for that, and for nothing launched later."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.Event("cuda")
+    copied.record()
+
+    def values() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return values

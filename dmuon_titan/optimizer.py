@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dmuon
 from dmuon.adamw import init_adamw_state
@@ -52,3 +52,12 @@ def build_optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimiz
     for param in params:
         optimizer.state[param].update(init_adamw_state(param))
     return optimizer
+
+
+def step_unless(optimizer: torch.optim.Optimizer, unsound: Tensor) -> None:
+    """One step, which changes nothing if `unsound`, 0-dim and the same on all ranks. On a GPU the host doesn't wait."""
+    if unsound.is_cuda or isinstance(optimizer, dmuon.Muon):
+        optimizer.found_inf = unsound.float()  # type: ignore[attr-defined]  # torch's fused optimizers read it too
+        optimizer.step()
+    elif not unsound:
+        optimizer.step()

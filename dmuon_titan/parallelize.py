@@ -5,9 +5,13 @@ Tensor parallelism -> activation checkpointing -> compile -> dedicated matrices 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import dmuon
 from dmuon.materialize import RowInit
@@ -65,6 +69,7 @@ def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Pl
             reshard_after_forward=reshard,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
+            max_joint_owners=config.optimizer.max_joint_owners,
         )
     deterministic = config.debug.deterministic
     shard(
@@ -76,7 +81,33 @@ def parallelize(model: Llama, config: JobConfig, mesh: ParallelMesh) -> dmuon.Pl
     )
     if deterministic:
         dmuon.set_deterministic(True, model, replicate_mesh=mesh.replicate)
+    elif mesh.dp_world == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(NoReduction())  # type: ignore[arg-type]
     return plan
+
+
+class NoReduction:
+    """FSDP2's interface ReduceScatter for one rank, where the result is the input: one buffer in place of two.
+
+    FSDP2 asks for the input's buffer, then for the result's, and copies the one to the other.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The first of two calls: a new buffer. The second: the same one."""
+        if self._input is None:
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+            return self._input
+        result, self._input = self._input, None
+        assert (tuple(result.shape), result.dtype) == (tuple(size), dtype)
+        return result
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
+        raise AssertionError("one rank reduces nothing")
 
 
 def shard(model: Llama, device_mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: str) -> None:

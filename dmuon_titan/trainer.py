@@ -27,9 +27,9 @@ from dmuon_titan.errors import DataError, NonFiniteError, Preempted, TitanError
 from dmuon_titan.evaluation import Evaluation, any_rank
 from dmuon_titan.loss import IGNORE_INDEX, build_loss, loss_context
 from dmuon_titan.lr_scheduler import build_schedule
-from dmuon_titan.mesh import ParallelMesh, copy_to
+from dmuon_titan.mesh import ParallelMesh, copy_to, to_host
 from dmuon_titan.metrics import Metrics, StepFigures
-from dmuon_titan.optimizer import build_optimizer
+from dmuon_titan.optimizer import build_optimizer, step_unless
 from dmuon_titan.parallelize import build_model
 from dmuon_titan.phases import Phases
 from dmuon_titan.profiling import Profiler
@@ -143,31 +143,48 @@ class Trainer:
         step = self.state.step + 1
         with self.metrics.data_loading(), annotate("titan::data loading"):
             micro_batches = self.batches.next(step)
-        local_loss, num_valid, gradients = self.forward_backward(micro_batches)
-        if self.checkpointer is not None and gradients.save_failed:
-            self.checkpointer.give_up()
-        self.check(step, gradients)
-        if self.checkpointer is not None:
-            self.checkpointer.proved()
-        factor = self.schedule(step - self.state.schedule_start)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_learning_rates, strict=True):
-            group["lr"] = peak * factor
-        with annotate("titan::optimizer"):
-            self.optimizer.step()
+        self._set_rates(step)
+        gradients, local_mean = self.update(step, micro_batches)
         self.state.step = step
         self.state.consumed_samples += self.global_batch_size
         self.state.tokens_seen += self.global_batch_size * self.config.training.seq_len
         self.metrics.count(sum(batch.input_BS.numel() for batch in micro_batches))
         if self.metrics.should_log(step):
-            self._log(step, gradients, local_loss / num_valid.clamp(min=1))
+            self._log(step, gradients, local_mean)
         self.metrics.progress(step, gradients.loss)
         return gradients
 
-    def forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor, Gradients]:
+    def update(self, step: int, micro_batches: list[Batch]) -> tuple[Gradients, Tensor]:
+        """Forward, backward and the optimizer's step, by the rates that are set.
+
+        Returns:
+            What all ranks found together, and this rank's mean loss, 0-dim.
+        """
+        found, local_mean = self.forward_backward(micro_batches)
+        read = to_host(found)
+        # Harm is seen on the device, and the host reads what was found while the update runs: the step's one wait.
+        with annotate("titan::optimizer"):
+            step_unless(self.optimizer, ~found[:2].isfinite().all() | (found[2] == 0))
+        with annotate("titan::wait for the device"):
+            loss, norm, num_valid, *wishes = read()
+        gradients = Gradients(loss, norm, int(num_valid), *(count > 0 for count in wishes))
+        if self.checkpointer is not None and gradients.save_failed:
+            self.checkpointer.give_up()
+        self.check(step, gradients)
+        if self.checkpointer is not None:
+            self.checkpointer.proved()
+        return gradients, local_mean
+
+    def _set_rates(self, step: int) -> None:
+        factor = self.schedule(step - self.state.schedule_start)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_learning_rates, strict=True):
+            group["lr"] = peak * factor
+
+    def forward_backward(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor]:
         """Leaves in `.grad` the gradient of the mean loss over all valid tokens of all ranks, clipped.
 
         Returns:
-            This rank's summed loss and number of valid tokens, 0-dim; and what all ranks found together.
+            What all ranks found together, the fields of `Gradients` as float64; and this rank's mean loss, 0-dim.
         """
         mesh, device = self.mesh, self.mesh.device
         inputs = [copy_to(device, batch.input_BS) for batch in micro_batches]
@@ -189,14 +206,13 @@ class Trainer:
         max_norm = self.config.training.max_norm
         with annotate("titan::clip"):
             norm = dmuon.clip_grad_norm_(self.model, None if math.isinf(max_norm) else max_norm)
-        # All ranks learn the loss and any rank's wishes. Reading them is the step's one wait for the device.
+        # All ranks learn the loss and any rank's wishes.
         shared = torch.cat([local_loss.view(1), copy_to(device, torch.tensor(self._wishes(), dtype=torch.float64))])
         with annotate("titan::agreement"):
             dist.all_reduce(shared)
-            loss_sum = shared[0] / mesh.degree("tp")  # the ranks of a tp group have the same loss
-            found = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double()])
-            loss, norm_value, valid, *wishes = torch.cat([found, shared[1:]]).tolist()
-        return local_loss, num_valid, Gradients(loss, norm_value, int(valid), *(count > 0 for count in wishes))
+        loss_sum = shared[0] / mesh.degree("tp")  # the ranks of a tp group have the same loss
+        found = torch.stack([loss_sum / global_valid.clamp(min=1), norm.double(), global_valid.double()])
+        return torch.cat([found, shared[1:]]), local_loss / num_valid.clamp(min=1)
 
     def _wishes(self) -> tuple[bool, bool, bool]:
         """What this rank has to tell the others of: to stop, a save that failed, a save that is due by the clock."""

@@ -62,6 +62,15 @@ def _looked_ahead(grad, buffer, momentum, IS_LONG: tl.constexpr):
 
 
 @triton.jit
+def _is_sound(found_inf_ptr, GUARDED: tl.constexpr):
+    """Whether masters and momentum may change: read on the device, for the host does not wait for it."""
+    if GUARDED:
+        return tl.load(found_inf_ptr) == 0
+    else:
+        return True
+
+
+@triton.jit
 def _place(offset, num_cols, row_stride, IS_PADDED: tl.constexpr):
     """Where an element of a matrix lies in X."""
     if IS_PADDED:
@@ -104,9 +113,11 @@ def _advance_kernel(
     X_matrix,
     X_row,
     momentum,
+    found_inf_ptr,
     NESTEROV: tl.constexpr,
     IS_LONG: tl.constexpr,
     IS_PADDED: tl.constexpr,
+    GUARDED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -116,7 +127,8 @@ def _advance_kernel(
     grad = _load(grad_ptr + matrix * numel, offset, numel, EVEN)
     buffer = _load(momentum_ptr + matrix * numel, offset, numel, EVEN)
     buffer = _advanced(grad, buffer, momentum, IS_LONG)
-    _store(momentum_ptr + matrix * numel, offset, buffer, offset, numel, EVEN)
+    if _is_sound(found_inf_ptr, GUARDED):
+        _store(momentum_ptr + matrix * numel, offset, buffer, offset, numel, EVEN)
     update = buffer
     if NESTEROV:
         update = _looked_ahead(grad, buffer, momentum, IS_LONG)
@@ -135,8 +147,10 @@ def _update_kernel(
     X_row,
     keep,
     step,
+    found_inf_ptr,
     IS_PADDED: tl.constexpr,
     COPIES: tl.constexpr,
+    GUARDED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -149,9 +163,10 @@ def _update_kernel(
         update = tl.load(X_ptr + matrix * X_matrix + source, mask=offset < numel, other=0.0).to(tl.float32)
     master = _load(master_ptr + matrix * numel, offset, numel, EVEN)
     master = master * keep + update * step
-    _store(master_ptr + matrix * numel, offset, master, offset, numel, EVEN)
-    if COPIES:
-        _store(compute_ptr + matrix * numel, offset, master, offset, numel, EVEN)
+    if _is_sound(found_inf_ptr, GUARDED):
+        _store(master_ptr + matrix * numel, offset, master, offset, numel, EVEN)
+        if COPIES:
+            _store(compute_ptr + matrix * numel, offset, master, offset, numel, EVEN)
 
 
 def squared_norms(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, *, nesterov: bool) -> Tensor:
@@ -166,8 +181,20 @@ def squared_norms(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: 
     return sums.sum(-1)
 
 
-def advance(grad: Tensor, buffer: Tensor, inverse_norm: Tensor, X: Tensor, momentum: float, *, nesterov: bool) -> None:
-    """Moves momentum `buffer` on, and puts the update times `inverse_norm` [B] (float32) into the corner of `X`."""
+def advance(
+    grad: Tensor,
+    buffer: Tensor,
+    inverse_norm: Tensor,
+    X: Tensor,
+    momentum: float,
+    *,
+    nesterov: bool,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Moves momentum `buffer` on, and puts the update times `inverse_norm` [B] (float32) into the corner of `X`.
+
+    `found_inf`: float32, one element; if it is not zero, momentum stays.
+    """
     numel = grad[0].numel()
     _advance_kernel[(_programs(numel), len(grad))](
         grad,
@@ -179,6 +206,8 @@ def advance(grad: Tensor, buffer: Tensor, inverse_norm: Tensor, X: Tensor, momen
         X.stride(0),
         X.stride(1),
         momentum,
+        inverse_norm if found_inf is None else found_inf,
+        GUARDED=found_inf is not None,
         NESTEROV=nesterov,
         IS_LONG=momentum > 0.5,
         IS_PADDED=X.shape[-1] != grad.shape[-1],
@@ -186,8 +215,16 @@ def advance(grad: Tensor, buffer: Tensor, inverse_norm: Tensor, X: Tensor, momen
     )
 
 
-def update_master(master: Tensor, X: Tensor, compute: Tensor | None = None, *, keep: float, step: float) -> None:
-    """master <- keep master + step X, and `compute`, if given, the same in its own dtype."""
+def update_master(
+    master: Tensor,
+    X: Tensor,
+    compute: Tensor | None = None,
+    *,
+    keep: float,
+    step: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    """master <- keep master + step X, and `compute`, if given, the same in its own dtype. `found_inf`: as above."""
     numel = master[0].numel()
     _update_kernel[(_programs(numel), len(master))](
         master,
@@ -199,6 +236,8 @@ def update_master(master: Tensor, X: Tensor, compute: Tensor | None = None, *, k
         X.stride(1),
         keep,
         step,
+        master if found_inf is None else found_inf,
+        GUARDED=found_inf is not None,
         IS_PADDED=X.shape[-1] != master.shape[-1],
         COPIES=compute is not None,
         **_launch(numel),

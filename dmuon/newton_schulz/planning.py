@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from dmuon.assignment import newton_schulz_flops
 from dmuon.newton_schulz.tuned import MEASURED, Product, Tiles, choose_tiles
@@ -159,7 +160,8 @@ def check_kernel(name: str) -> None:
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """ "triton" or "torch". Where Triton can't run the torch kernel does, and says why, once for each reason.
 
-    "auto" takes Triton on devices that its tiles were measured on; "triton" on any that it can run on.
+    "auto" takes Triton on devices that its tiles were measured on; "triton" on any that it can run on. Ranks are alike:
+    rank 0 says it for all.
 
     Raises:
         ValueError: an unknown name.
@@ -196,7 +198,9 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str:
 @functools.cache
 def _say_once(name: str, reason: str) -> None:
     # On a machine without a GPU nobody expects anything else, unless they asked for it.
-    level = logging.INFO if name == "auto" and reason == "there is no GPU" else logging.WARNING
+    expected = name == "auto" and reason == "there is no GPU"
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    level = logging.WARNING if is_first and not expected else logging.INFO
     logger.log(level, "ns_kernel = %r: Newton-Schulz runs in plain torch, for %s", name, reason)
 
 

@@ -61,12 +61,20 @@ class FusedUpdates:
             tensor is None or tensor.is_contiguous() for piece in batch for tensor in piece
         )
 
-    def __call__(self, plan: BatchPlan, batch: Sequence[Piece], group: Mapping[str, Any], scale: float) -> None:
+    def __call__(
+        self,
+        plan: BatchPlan,
+        batch: Sequence[Piece],
+        group: Mapping[str, Any],
+        scale: float,
+        found_inf: Tensor | None = None,
+    ) -> None:
         """Updates masters and momenta, and renews compute copies.
 
         Args:
             group: the options of `dmuon.Muon`.
             scale: factor on the learning rate for this shape.
+            found_inf: float32, one element, on the device; if it is not zero nothing changes.
         """
         from dmuon.newton_schulz import passes
 
@@ -78,11 +86,13 @@ class FusedUpdates:
         sizes = [piece.grad.shape[0] for piece in batch]
         X = self.execution.input(plan, triples, batch[0].grad.device)
         for piece, inverse_norm, part in zip(batch, inverse_norms.split(sizes), X.split(sizes), strict=True):
-            passes.advance(piece.grad, piece.momentum, inverse_norm, part, momentum, nesterov=nesterov)
+            passes.advance(
+                piece.grad, piece.momentum, inverse_norm, part, momentum, nesterov=nesterov, found_inf=found_inf
+            )
         result = self.execution.run(plan, triples, X)
         keep, step = 1 - group["lr"] * group["weight_decay"], -group["lr"] * scale
         for piece, part in zip(batch, result.split(sizes), strict=True):
-            passes.update_master(piece.master, part, piece.compute, keep=keep, step=step)
+            passes.update_master(piece.master, part, piece.compute, keep=keep, step=step, found_inf=found_inf)
 
 
 def update_by_torch(

@@ -180,6 +180,13 @@ class Optimizer:
         "Muon: let updated weights travel along the replicate axis during the next forward.",
         only_for="Muon",
     )
+    max_joint_owners: int = key(
+        1,
+        "Muon: ranks of a node, of which several may own one of the costliest matrices where that shortens the longest "
+        "load of a rank. 1: one owner each.",
+        at_least=1,
+        only_for="Muon",
+    )
 
 
 @dataclass(frozen=True)

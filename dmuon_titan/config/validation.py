@@ -60,6 +60,7 @@ def validate(config: JobConfig, world: World | None) -> list[str]:
     if world is not None:
         collect(_mesh_mistakes(config, world.num_ranks))
         collect(_async_tensor_parallel_mistakes(config, world))
+    collect(_joint_owner_mistakes(config))
     collect(_activation_checkpoint_mistakes(config))
     collect(_profiling_mistakes(config))
     collect(_checkpoint_mistakes(config))
@@ -214,6 +215,15 @@ def _tensor_parallel_mistakes(config: JobConfig, size: LlamaSize) -> Iterator[st
         common = math.gcd(*divided.values())
         largest = max(degree for degree in range(1, min(tp, common) + 1) if common % degree == 0)
         yield f"parallelism.tensor_parallel_degree = {tp}: doesn't divide {strangers}; largest legal below: {largest}"
+
+
+def _joint_owner_mistakes(config: JobConfig) -> Iterator[str]:
+    if config.optimizer.max_joint_owners > 1 and config.parallelism.tensor_parallel_degree > 1:
+        yield (
+            f"optimizer.max_joint_owners = {config.optimizer.max_joint_owners}: must be 1 with tensor parallelism "
+            f"(parallelism.tensor_parallel_degree = {config.parallelism.tensor_parallel_degree}), whose ranks share "
+            "matrices already"
+        )
 
 
 def _async_tensor_parallel_mistakes(config: JobConfig, world: World) -> Iterator[str]:

@@ -61,6 +61,17 @@ def test_b28_ranks_and_meshes_agree(
     assert wanted[6][0] < wanted[1][0]
 
 
+def test_a_kernel_that_cannot_run_here_is_reported_once(small_config: Path, start: StartJob) -> None:
+    """Not once a rank, nor once a step: plain torch runs instead, whether a rank owns matrices or not."""
+    flags = ("--optimizer.ns_kernel=triton", "--training.steps=2", "--training.local_batch_size=2")
+    ended = start("--config", str(small_config), *flags, cwd=small_config.parent, NGPU="4").end()
+    assert ended.status == 0, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("[titan]")
+    assert line.endswith("ns_kernel = 'triton': Newton-Schulz runs in plain torch, for there is no GPU")
+    assert "ns_kernel" not in ended.stdout
+
+
 def test_torchrun_starts_the_same_program(finished_run: FinishedRun, small_config: Path, start: StartJob) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     arguments = ("-m", "dmuon_titan.train", "--config", str(small_config))

@@ -86,9 +86,7 @@ def train(
         batches = [
             Batch(torch.stack([i for i, _ in micro]), torch.stack([o for _, o in micro]), [], 0) for micro in mine
         ]
-        _, _, gradients = trainer.forward_backward(batches)
-        trainer.check(step + 1, gradients)
-        trainer.optimizer.step()
+        gradients, _ = trainer.update(step + 1, batches)
         found.append(gradients)
     with torch.no_grad():
         weights = {name: whole(p) for name, p in trainer.model.named_parameters() if p.device.type != "meta"}

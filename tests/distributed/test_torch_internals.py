@@ -178,9 +178,11 @@ def test_memory_history_is_recorded() -> None:
     del tensor
 
 
-def test_flattening_keeps_order_and_promotes() -> None:
-    flat = torch_internals.flatten_dense_tensors([torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.full((3,), 2.0)])
-    assert flat.dtype == torch.float32
+def test_copies_are_cast() -> None:
+    flat = torch.empty(7)
+    torch_internals.foreach_copy_(
+        list(flat.split([4, 3])), [torch.ones(4, dtype=torch.bfloat16), torch.full((3,), 2.0, dtype=torch.bfloat16)]
+    )
     assert flat.tolist() == [1, 1, 1, 1, 2, 2, 2]
 
 

@@ -31,8 +31,8 @@ SEQ_LEN, GLOBAL_BATCH, NUM_STEPS, LR, MAX_NORM = 16, 8, 10, 3e-3, 0.5
 MESHES = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 1), (2, 2, 2)]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(SIZE.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
+def batch(step: int, size: LlamaSize = SIZE) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(size.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -40,14 +40,14 @@ def is_dedicated(name: str) -> bool:
     return name.startswith("layers.") and "norm" not in name
 
 
-def reference() -> list[dict[str, Any]]:
-    model, init, history = Llama(SIZE, SEQ_LEN), Initializer(SIZE, 0), []
+def reference(size: LlamaSize = SIZE) -> list[dict[str, Any]]:
+    model, init, history = Llama(size, SEQ_LEN), Initializer(size, 0), []
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(init(name, param.shape, 0, param.shape[0]))
     optimizer = ReferenceMuon(model.named_parameters(), is_dedicated, lr=LR)
     for step in range(NUM_STEPS):
-        inputs, labels = batch(step)
+        inputs, labels = batch(step, size)
         model.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
         loss.backward()
@@ -59,7 +59,9 @@ def reference() -> list[dict[str, Any]]:
     return history
 
 
-def train(degrees: tuple[int, int, int], num_steps: int = NUM_STEPS, **options: Any) -> list[dict[str, Any]]:
+def train(
+    degrees: tuple[int, int, int], num_steps: int = NUM_STEPS, size: LlamaSize = SIZE, **options: Any
+) -> list[dict[str, Any]]:
     dp_world = degrees[0] * degrees[1]
     config = build(
         {
@@ -88,15 +90,14 @@ def train(degrees: tuple[int, int, int], num_steps: int = NUM_STEPS, **options: 
         num_ranks=dist.get_world_size(),
         num_threads=1,
     )
-    trainer = Trainer(config, mesh, SIZE, state, watcher)
+    trainer = Trainer(config, mesh, size, state, watcher)
     watcher.close()
     runtime = find_runtime(trainer.model)
     assert runtime is not None
     history = []
     for step in range(num_steps):
-        inputs, labels = (tensor.chunk(dp_world)[mesh.dp_rank] for tensor in batch(step))
-        _, _, gradients = trainer.forward_backward([Batch(inputs, labels, [], 0)])
-        trainer.optimizer.step()
+        inputs, labels = (tensor.chunk(dp_world)[mesh.dp_rank] for tensor in batch(step, size))
+        gradients, _ = trainer.update(step + 1, [Batch(inputs, labels, [], 0)])
         runtime.wait_publish()
         held = {name: param for name, param in trainer.model.named_parameters() if param.device.type != "meta"}
         state_of = trainer.optimizer.state

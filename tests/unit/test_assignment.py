@@ -30,7 +30,9 @@ from benchmarks.assignment import (
     least,
     llama_shapes,
     longest_first,
+    measure_joint,
     render,
+    render_joint,
     stock_of,
     verdict,
 )
@@ -329,10 +331,13 @@ def test_work_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_in_the_docs_is_what_was_measured() -> None:
     result = json.loads((ROOT / "benchmarks/results/assignment.json").read_text())
-    marked = MARKED.search((ROOT / "docs/assignment.md").read_text())
-    assert marked
-    assert marked[2] == render(result)
+    tables = [marks[2] for marks in MARKED.finditer((ROOT / "docs/assignment.md").read_text())]
+    assert tables == [render(result), render_joint(result)]
     for row, case in zip(result["rows"], AIMED_AT, strict=False):
         found = assign(case.shapes, 1, case.num_slots)
         assert (row["load"], row["numel"]) == (round(found.imbalance, 4), round(found.numel_imbalance, 4))
     assert not any(row["worse"] for row in result["comparison"].values())
+    for row in result["joint"]:
+        again = measure_joint(row["model"].split()[-1], row["num_ranks"])
+        assert {**again, "assign_s": row["assign_s"]} == row
+    assert not any(row["longer"] for row in result["joint_comparison"].values())

@@ -114,6 +114,13 @@ def test_what_tensor_parallelism_must_divide() -> None:
     assert validate(load(*flags), CPU_2) == []
 
 
+def test_joint_owners_and_tensor_parallelism_exclude_each_other() -> None:
+    joint = "--optimizer.max_joint_owners=8"
+    assert validate(load(joint), CPU_2) == []
+    [line] = validate(load(joint, *degrees(1, -1, 2)), CPU_2)
+    assert line.startswith("optimizer.max_joint_owners = 8: must be 1 with tensor parallelism")
+
+
 GPUS_2 = World(2, "cuda", 80 * GIB)
 ASYNC_TP = (
     "--parallelism.enable_async_tensor_parallel",

@@ -51,6 +51,15 @@ def test_the_8b_preset_is_beyond_one_80_gb_gpu_and_a_laptop() -> None:
     assert 2 * memory_need(config_of(), LLAMA3["8B"], (1, 2, 1)).total_bytes > 64 * GIB
 
 
+def test_joint_owners_may_need_less() -> None:
+    """On 256 ranks one owner's share is a matrix; no more than eight ranks share it, however many a node has."""
+    single, two, eight, many = (
+        memory_need(config_of("llama3_8b", f"--optimizer.max_joint_owners={num}"), LLAMA3["8B"], (32, 8, 1)).state_bytes
+        for num in (1, 2, 8, 64)
+    )
+    assert single > two > eight == many
+
+
 def test_weights_and_optimizer_state_of_one_float32_rank_equal_a_hand_count() -> None:
     """12 bytes for a matrix's master, momentum and gradient; 16 with AdamW's two moments; a master is its own copy."""
     size = replace(LLAMA3["debugmodel"], tie_embeddings=False)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.hooks import find_runtime
 from dmuon.newton_schulz import orthogonalize, planning, updates
 from dmuon.reference import ReferenceMuon
+from dmuon.section import Section
 from tests.distributed import models
 
 
@@ -184,6 +186,57 @@ def test_equal_shapes_are_batched_and_the_batch_is_bounded(monkeypatch: pytest.M
     assert planning.batches(shapes) == [[0, 2, 3], [1], [4]]
     monkeypatch.setattr(planning, "_MAX_BATCH_NUMEL", 64)
     assert planning.batches(shapes) == [[0, 2], [3], [1], [4]]
+
+
+def test_nothing_changes_where_found_inf_says_so() -> None:
+    model = dedicated_model()
+    optimizer = dmuon.Muon(model, lr=0.1)
+
+    def snapshot() -> list[Tensor]:
+        held = [param.detach().clone() for param in model.parameters()]
+        return held + [tensor.clone() for slots in optimizer.state.values() for tensor in slots.values()]
+
+    def step(found_inf: float) -> None:
+        models.loss_of(model, *models.batch(0)).backward()
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0.0)
+    before = snapshot()
+    step(1.0)
+    assert all(map(torch.equal, before, snapshot()))
+    step(0.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True) if a.ndim)
+
+
+def test_units_are_published_in_forward_order_as_soon_as_they_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches go by shape across units: a unit waits for its last matrix, and later units for earlier ones."""
+    monkeypatch.setattr(planning, "_MAX_BATCH_NUMEL", 250)
+    model = dedicated_model()
+    optimizer = dmuon.Muon(model, lr=0.1)
+    events: list[str] = []
+    update, publish = dmuon.Muon._update, Section.publish
+
+    def updating(self: dmuon.Muon, batch: Any, found_inf: Any) -> bool:
+        events.extend(f"update {param.name}" for param in batch.params)
+        return update(self, batch, found_inf)
+
+    def publishing(self: Section, **kwargs: Any) -> None:
+        events.extend(f"publish {param.name}" for param in self.params)
+        publish(self, **kwargs)
+
+    models.loss_of(model, *models.batch(0)).backward()
+    monkeypatch.setattr(dmuon.Muon, "_update", updating)
+    monkeypatch.setattr(Section, "publish", publishing)
+    optimizer.step()
+    published = [event.removeprefix("publish ") for event in events if event.startswith("publish")]
+    dedicated = [param.name for unit in find_runtime(model).units for param in unit.params]
+    assert published == dedicated
+    for name in dedicated:
+        last = max(index for index, event in enumerate(events) if event == f"update {name}")
+        assert last < events.index(f"publish {name}")
+    assert events.index(f"publish {dedicated[0]}") < max(i for i, e in enumerate(events) if e.startswith("update"))
 
 
 def test_state_exists_from_construction_and_groups_have_their_rates() -> None:

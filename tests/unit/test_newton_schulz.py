@@ -128,6 +128,21 @@ def test_without_a_gpu_the_torch_kernel_runs_and_says_so_once(caplog: pytest.Log
     ]
 
 
+def test_other_ranks_leave_it_to_the_first_to_warn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(planning.dist, "is_initialized", lambda: True)
+    levels = []
+    for rank in (0, 1):
+        monkeypatch.setattr(planning.dist, "get_rank", lambda rank=rank: rank)
+        planning._say_once.cache_clear()
+        with caplog.at_level(logging.INFO, "dmuon"):
+            assert planning.choose_kernel("triton", torch.device("cpu"), torch.float16) == "torch"
+        levels.append([record.levelname for record in caplog.records])
+        caplog.clear()
+    assert levels == [["WARNING"], ["INFO"]]
+
+
 def test_a_gpu_takes_triton_only_where_it_can_and_was_measured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
