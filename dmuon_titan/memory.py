@@ -1,7 +1,7 @@
 """A lower bound of the device memory that one rank of a job needs, from shapes alone. Pure, and without torch.
 
-Within ten percent below what torch reserves in the runs of tests/unit/test_memory.py: what a job surely lacks is
-refused before it starts, and a close fit is left to the allocator.
+Within five percent of the most that torch allocates in the runs of tests/unit/test_memory.py, and it reserves more:
+what a job surely lacks is refused before it starts, and a close fit is left to the allocator.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ profile_freq = 4
 profiler_warmup = 1
 profiler_active = 2
 """
-PHASES = ("data loading", "forward", "backward", "clip", "agreement", "optimizer", "validation")
+PHASES = ("data loading", "forward", "backward", "clip", "agreement", "optimizer", "wait for the device", "validation")
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:

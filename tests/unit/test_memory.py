@@ -1,4 +1,4 @@
-"""The memory estimate, against what torch reserved on H200s and against counting by hand."""
+"""The memory estimate, against what torch allocated on H200s and against counting by hand."""
 
 from dataclasses import replace
 
@@ -20,25 +20,24 @@ def untied(flavor: str, **changes: int) -> LlamaSize:
 
 
 @pytest.mark.parametrize(
-    ("size", "num_gpus", "local_batch", "reserved_gib"),
+    ("size", "num_gpus", "local_batch", "option", "allocated_gib"),
     [
-        (untied("1B"), 1, 4, 46.5),
-        (untied("8B", num_layers=8), 1, 2, 49.3),
-        (untied("1B"), 2, 4, 41.6),
-        (untied("3B"), 2, 2, 58.5),
+        (untied("8B", num_layers=8), 1, 2, "op", 45.0),
+        (untied("8B", num_layers=8), 1, 2, "op_all", 49.1),
+        (untied("1B"), 2, 4, "op_all", 38.2),
     ],
 )
-def test_estimate_is_close_to_what_was_reserved_and_hardly_above(
-    size: LlamaSize, num_gpus: int, local_batch: int, reserved_gib: float
+def test_estimate_is_close_to_what_was_allocated_and_hardly_above(
+    size: LlamaSize, num_gpus: int, local_batch: int, option: str, allocated_gib: float
 ) -> None:
-    """AdamW at sequence 8192, compiled, with selective activation checkpointing "op_all"."""
+    """The most that torch had allocated in a step of AdamW at sequence 8192, compiled, on H200s."""
     config = config_of(
         "llama3_8b",
         *("--optimizer.name", "AdamW", "--training.local_batch_size", str(local_batch)),
-        *("--activation_checkpoint.selective_ac_option", "op_all"),
+        *("--activation_checkpoint.selective_ac_option", option),
     )
     estimate = memory_need(config, size, (1, num_gpus, 1)).total_bytes / GIB
-    assert 0.88 * reserved_gib < estimate < 1.01 * reserved_gib, estimate
+    assert 0.95 * allocated_gib < estimate < 1.01 * allocated_gib
 
 
 @pytest.mark.parametrize(("num_gpus", "memory_gib"), [(2, 139.8), (8, 79.1)])

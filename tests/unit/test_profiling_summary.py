@@ -149,7 +149,12 @@ def test_on_the_cpu_a_transfer_lasts_from_issue_to_completion_and_a_wait_is_one(
     assert "GPU" not in page(summary, first_step=1)
 
 
-def test_where_issues_and_completions_differ_an_operation_keeps_its_own_name() -> None:
+def test_a_transfer_under_way_at_the_end_takes_nothing_from_the_others() -> None:
+    events = [*CPU_STEPS, note("dmuon::publish layers.0", 96, 98), event("operator", "c10d::broadcast_", 97, 97.5)]
+    assert summarize(events).communication == summarize(CPU_STEPS).communication
+
+
+def test_where_more_is_completed_than_issued_an_operation_keeps_its_own_name() -> None:
     summary = summarize([*CPU_STEPS, note("gloo:broadcast", 30, 31, 99)])
     assert summary.communication["broadcast"] == (16 * MS, 6 * MS)
 
