@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
-MARKED = re.compile(r"(<!-- benchmarks\.newton_schulz -->)\n\n(.*?)\n\n(<!-- end -->)", re.DOTALL)
+from benchmarks.page import DOCS, replace_marked
+
 KERNELS = [f"{k} {d} {f}" for d in ("float16", "bfloat16") for k in ("triton", "torch") for f in ("gram", "direct")]
 
 
@@ -23,8 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     result = parser.parse_args().result
-    text = tables(json.loads(result.read_text()), result)
-    PAGE.write_text(MARKED.sub(lambda match: f"{match[1]}\n\n{text}\n\n{match[3]}", PAGE.read_text()))
+    replace_marked(DOCS / "kernels.md", "benchmarks.newton_schulz", tables(json.loads(result.read_text()), result))
 
 
 def tables(line: Mapping[str, Any], result: Path) -> str:

@@ -1,0 +1,181 @@
+"""Puts results into docs/performance.md. Needs no GPU.
+
+python -m benchmarks.performance_page
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmarks.page import DOCS, replace_marked
+
+RESULTS = DOCS.parent / "benchmarks" / "results"
+NEWTON_SCHULZ = "newton_schulz_h200.json"
+
+
+def main() -> None:
+    """Replace every table of the page."""
+    for name, table in TABLES.items():
+        replace_marked(DOCS / "performance.md", name, table())
+
+
+def newton_schulz() -> str:
+    """Fractions of the floor."""
+    (line,) = _lines(NEWTON_SCHULZ)
+    timed = [*line["cases"], line["share"]]
+    peak_ms = statistics.median(case["peak_ms"] for case in timed)
+    rows = []
+    for case in timed:
+        if case["wanted"] is None and case is not line["share"]:
+            continue
+        shape = case["shape"]
+        rows.append(
+            (
+                shape if isinstance(shape, str) else f"{shape[0]} of {shape[1]} x {shape[2]}",
+                f"{case['ms']:.2f}",
+                f"{case['fraction']:.2f}",
+                f"{case['fraction'] * peak_ms / case['peak_ms']:.2f}",
+                f"{case['wanted']:.2f}",
+                f"{case['torch_optim_ms'] / case['ms']:.2f}",
+            )
+        )
+    header = ("matrices", "ms", "of the floor", "of the run's", "wanted", "times as fast as torch.optim.Muon's")
+    return _table(header, rows, [(NEWTON_SCHULZ, line)])
+
+
+def optimizer_step() -> str:
+    """Whole steps over their Newton-Schulz."""
+    (line,) = _lines(NEWTON_SCHULZ)
+    share = line["share"]
+    rows = [
+        (
+            share["shape"],
+            f"{share['ms']:.1f}",
+            f"{share['step_ms']:.1f}",
+            f"{share['step_over_newton_schulz']:.2f}",
+            "1.15",
+            f"{share['torch_kernel_step_ms']:.1f}",
+        )
+    ]
+    header = ("matrices", "Newton-Schulz, ms", "step, ms", "ratio", "wanted", "step by the torch kernel, ms")
+    return _table(header, rows, [(NEWTON_SCHULZ, line)])
+
+
+def step_time() -> str:
+    """Muon beside AdamW, one row a contender."""
+    name = "step_time_h200.jsonl"
+    lines = _lines(name)
+    rows = []
+    for line in lines:
+        for contender, figures in line["contenders"].items():
+            adamw = line["contenders"]["adamw"]
+            ours = contender == "muon"
+            rows.append(
+                (
+                    f"{line['flavor']}, {line['activation_checkpoint']}, {line['commit'][:7]}",
+                    contender,
+                    f"{figures['ms']:.1f} ({figures['ms_min']:.1f} - {figures['ms_max']:.1f})",
+                    f"{line['muon_over_adamw'] if ours else figures['ms'] / adamw['ms']:.3f}",
+                    f"{line['difference_over_floor']:.2f} of {line['floor_ms']:.1f}" if ours else "",
+                    f"{figures['peak_gib']:.1f}",
+                    f"{figures['mfu']:.1%}",
+                )
+            )
+    header = ("model, checkpointing, commit", "optimizer", "ms a step", "over AdamW", "floors, ms", "peak GiB", "MFU")
+    return _table(header, rows, [(name, lines[0])])
+
+
+def training_speed() -> str:
+    """The harness beside TorchTitan."""
+    name = "training_speed_h200.json"
+    (line,) = _lines(name)
+    rows = [
+        (
+            case["name"],
+            f"{case['tokens_per_s']:,.0f}",
+            f"{case['measured_mfu']:.1f} %",
+            f"{case['mfu']:.1f} %",
+            f"{case['measured_mfu'] / case['mfu']:.3f}",
+            f"{case['measured_gib']:.1f}",
+            f"{case['reserved_gib']:.1f}",
+        )
+        for case in line["cases"]
+    ]
+    header = ("job", "tokens/s/GPU", "MFU", "TorchTitan", "ratio", "reserved GiB", "TorchTitan")
+    return _table(header, rows, [(name, line)])
+
+
+def publish() -> str:
+    """Transfers beside computation."""
+    names = ["overlap_h200_replicate.json", "overlap_h200_shard.json"]
+    lines = [line for name in names for line in _lines(name)]
+    rows = [
+        (
+            f"replicate {line['mesh']['replicate']}, shard {line['mesh']['shard']}",
+            transfer,
+            f"{share['ms_a_step']:.1f}",
+            f"{share['hidden']:.1%}",
+        )
+        for line in lines
+        for transfer, share in line["hidden"].items()
+        if transfer != "fsdp"
+    ]
+    return _table(("mesh", "transfer", "ms a step", "hidden"), rows, list(zip(names, lines, strict=True)))
+
+
+def cpu() -> str:
+    """The torch kernel on a CPU."""
+    name = "newton_schulz_cpu.json"
+    (line,) = _lines(name)
+    rows = [
+        (
+            f"{case['count']} of {case['shape'][0]} x {case['shape'][1]}",
+            f"{case['ms']['float32']:.2f}",
+            f"{case['ms']['bfloat16']:.2f}",
+            f"{case['ms']['torch_bfloat16']:.2f}",
+            f"{case['bfloat16_ratio']:.2f}",
+            f"{case['float32_ratio']:.2f}",
+            f"{case['default_ratio']:.2f}",
+        )
+        for case in line["cases"]
+    ]
+    header = (
+        "matrices",
+        "ours, float32, ms",
+        "ours, bfloat16, ms",
+        "torch.optim.Muon's, ms",
+        "ratio, both bfloat16",
+        "both float32",
+        "float32 over bfloat16",
+    )
+    return _table(header, rows, [(name, line)])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "newton schulz": newton_schulz,
+    "optimizer step": optimizer_step,
+    "step time": step_time,
+    "training speed": training_speed,
+    "publish": publish,
+    "cpu": cpu,
+}
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], sources: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    for name, source in sources:
+        device = source.get("cpu", source["device"])
+        lines += [f"benchmarks/results/{name}: {device}, torch {source['torch']}, commit {source['commit'][:7]}", ""]
+        lines += [f"    {source['command']}", ""]
+    return "\n".join(lines[:-1])
+
+
+if __name__ == "__main__":
+    main()
