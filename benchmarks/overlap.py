@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.parallel_model import parallel_model
+from benchmarks.parallel_model import end_ranks, parallel_model
 from benchmarks.record import record
 from dmuon.collectives import Axis, Wait
 from dmuon.hooks import find_runtime
@@ -58,8 +58,7 @@ def main() -> None:
         print(json.dumps(line))
         if arguments.events:
             arguments.events.write_text(json.dumps({**line, "intervals": intervals}))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
 
 
 TRANSFERS = ("unshard", "reduce", "column reduce", "publish", "fsdp")

@@ -21,27 +21,25 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import _muon as torch_muon
+from torch import Tensor
 
-from benchmarks.parallel_model import ParallelJob, parallel_job
+from benchmarks.parallel_model import ParallelJob, build_trainer, end_ranks, parallel_job, synchronize
 from benchmarks.record import record
-from dmuon.muon import lr_scale
-from dmuon_titan.checkpoint import TrainState
+from benchmarks.rivals import NaiveMuon, TorchMuon
+from dmuon.torch_internals import recorded_events
 from dmuon_titan.data.loader import Batch
 from dmuon_titan.memory import GIB
+from dmuon_titan.profiling.profiler import recording_begins_or_ends
+from dmuon_titan.profiling.summary import Summary, summarize
 from dmuon_titan.trainer import Trainer
 
-PEAK_SIZE = 8192
 WARMUP_STEPS = 3
 
 
@@ -57,54 +55,66 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a folder for a profiler's trace of each contender's step")
     arguments, flags = parser.parse_known_args()
     job = parallel_job(["--checkpoint.enable", "false", *flags], arguments.layers, untied=arguments.untied)
-    contenders: dict[str, Contender] = {}
-    failures: dict[str, str] = {}
-    for name in arguments.contenders:
-        try:
-            contenders[name] = Contender(name, job)
-        except RuntimeError as error:  # a rival that does not run here is told, and left out
-            failures[name] = str(error).splitlines()[0][:200]
-    peak = product_ms()
-    peaks = []
-    for _ in range(arguments.rounds):
-        for contender in contenders.values():
-            contender.measure(arguments.steps)
-        peaks.append(peak())
+    contenders, failures = build_contenders(job, arguments.contenders)
+    peak_ms = take_turns(contenders, arguments.rounds, arguments.steps, job.mesh.device)
     if arguments.trace:
         for name, contender in contenders.items():
             contender.trace(arguments.trace / f"{name}-{dist.get_rank()}.json")
     if dist.get_rank() == 0:
-        line = summary(job, contenders, statistics.median(peaks))
+        line = summary(job, contenders, peak_ms)
         line = record("step_time", **line, failures=failures, rounds=arguments.rounds, steps=arguments.steps)
         _print_table(line)
         print(json.dumps(line))
         if arguments.out:
             arguments.out.write_text(json.dumps(line) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
+
+
+def build_contenders(job: ParallelJob, names: Sequence[str]) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those that run here, and why the others don't."""
+    contenders: dict[str, Contender] = {}
+    failures: dict[str, str] = {}
+    for name in names:
+        try:
+            contenders[name] = Contender(name, job)
+        except RuntimeError as error:  # a rival that does not run here is told, and left out
+            failures[name] = str(error).splitlines()[0][:200]
+    return contenders, failures
+
+
+def take_turns(contenders: dict[str, Contender], num_rounds: int, num_steps: int, device: torch.device) -> float:
+    """Has each contender measure `num_steps` in every round. Returns the median time of a product between rounds."""
+    peak = product_ms(device)
+    peaks = []
+    for _ in range(num_rounds):
+        for contender in contenders.values():
+            contender.measure(num_steps)
+        peaks.append(peak())
+    return statistics.median(peaks)
 
 
 class Contender:
-    """A trainer with its optimizer, warmed up; figures of its steps."""
+    """A trainer with its optimizer, warmed up; figures of its steps. On a CPU memory counts as nothing."""
 
     def __init__(self, name: str, job: ParallelJob) -> None:
-        self.name, self.mesh = name, job.mesh
+        self.name, self.device = name, job.mesh.device
         before = torch.cuda.memory_allocated()
         config = replace(job.config, optimizer=replace(job.config.optimizer, name=OPTIMIZERS[name][0]))
-        state = TrainState(0, config.training.seq_len, "", "none", 0, dist.get_world_size(), 1)
-        self.trainer = Trainer(config, job.mesh, job.size, state, SimpleNamespace(requested=False))  # type: ignore[arg-type]
+        self.trainer = build_trainer(replace(job, config=config))
         build = OPTIMIZERS[name][1]
         if build is not None:
             self.trainer.optimizer = build(self.trainer)
         shape = (config.training.local_batch_size, config.training.seq_len)
-        tokens = [torch.randint(job.size.vocab_size, shape) for _ in range(self.trainer.num_micro_batches)]
+        generator = torch.Generator().manual_seed(job.mesh.dp_rank)  # ranks of a tp group share their batches
+        num_batches = self.trainer.num_micro_batches
+        tokens = [torch.randint(job.size.vocab_size, shape, generator=generator) for _ in range(num_batches)]
         self.batches = [Batch(batch, batch, [0], 0) for batch in tokens]
         self.tokens = sum(batch.numel() for batch in tokens) * job.mesh.dp_world
         self.ms: list[float] = []
         for _ in range(WARMUP_STEPS):
             self.step()
         self.trainer.optimizer.zero_grad()
-        torch.cuda.synchronize()
+        synchronize(self.device)
         self.held = torch.cuda.memory_allocated() - before
         self.peak = 0
 
@@ -114,13 +124,14 @@ class Contender:
     def measure(self, num_steps: int) -> None:
         """A few steps; the slowest rank's time counts."""
         dist.barrier()
-        torch.cuda.synchronize()
+        synchronize(self.device)
         others = torch.cuda.memory_allocated() - self.held
-        torch.cuda.reset_peak_memory_stats()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         for _ in range(num_steps):
             self.step()
-        torch.cuda.synchronize()
+        synchronize(self.device)
         elapsed = torch.tensor((time.perf_counter() - began) / num_steps * 1e3)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         self.ms.append(elapsed.item())
@@ -129,62 +140,32 @@ class Contender:
 
     def trace(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         self.step()
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=self._activities()) as profiler:
             self.step()
-            torch.cuda.synchronize()
+            synchronize(self.device)
         profiler.export_chrome_trace(str(path))
 
+    def profile(self, num_steps: int) -> Summary:
+        """What this rank's time goes to, over steps that are timed by nobody."""
+        found: list[Summary] = []
+        synchronize(self.device)
+        with torch.profiler.profile(
+            activities=self._activities(),
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps),
+            on_trace_ready=lambda profiler: found.append(summarize(recorded_events(profiler))),
+        ) as profiler:
+            for _ in range(1 + num_steps):
+                self.step()
+                if recording_begins_or_ends(profiler):
+                    synchronize(self.device)
+                profiler.step()
+        self.trainer.optimizer.zero_grad()
+        return found[0]
 
-class NaiveMuon(torch.optim.Optimizer):
-    """Gathers and orthogonalises each gradient on every rank, by torch.optim.Muon's iteration; AdamW for the rest."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.matrices, others = matrices_and_others(trainer.model)
-        super().__init__(self.matrices, {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.1})
-        self.adamw = torch.optim.AdamW(others, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        for param in self.matrices:
-            self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        options = self.param_groups[0]
-        for param in self.matrices:
-            assert param.grad is not None
-            momentum = self.state[param]["momentum_buffer"]
-            momentum.lerp_(param.grad, 1 - options["momentum"])
-            update = param.grad.lerp(momentum, options["momentum"])
-            whole = update.full_tensor() if isinstance(update, DTensor) else update
-            coefficients = (torch_muon.DEFAULT_A, torch_muon.DEFAULT_B, torch_muon.DEFAULT_C)
-            orthogonal = torch_muon._zeropower_via_newtonschulz(whole, coefficients, 5, 1e-7).to(param.dtype)
-            if isinstance(param, DTensor):
-                orthogonal = distribute_tensor(orthogonal, param.device_mesh, param.placements, src_data_rank=None)
-            param.mul_(1 - options["lr"] * options["weight_decay"])
-            param.add_(orthogonal, alpha=-options["lr"] * lr_scale("match_rms_adamw", param.shape))
-        self.adamw.step()
-
-
-class TorchMuon(torch.optim.Optimizer):
-    """torch.optim.Muon on the matrices, torch.optim.AdamW on the rest."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        matrices, others = matrices_and_others(trainer.model)
-        super().__init__(matrices, {"lr": 3e-4})
-        self.muon = torch.optim.Muon(matrices, lr=3e-4, adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW(others, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.muon.step()
-        self.adamw.step()
+    def _activities(self) -> list[torch.profiler.ProfilerActivity]:
+        on_gpu = [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
 
 
 # Name -> optimizer.name of the job, and what replaces the job's optimizer.
@@ -196,34 +177,33 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[Trainer], torch.optim.Optimizer] | No
 }
 
 
-def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What dmuon would dedicate, and the rest."""
-    named = list(model.named_parameters())
-    matrices = [param for name, param in named if name.startswith("layers.") and param.ndim == 2]
-    return matrices, [param for name, param in named if not (name.startswith("layers.") and param.ndim == 2)]
-
-
-def product_ms() -> Callable[[], float]:
-    """Times an 8192^3 product of random matrices in float16."""
-    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE, device="cuda").half() for _ in range(2))
+def product_ms(device: torch.device) -> Callable[[], float]:
+    """Times a product of random matrices: 8192^3 in float16 on a GPU, 512^3 in float32 on a CPU."""
+    size = peak_size(device)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out: Tensor = torch.empty_like(a)
 
     def run() -> float:
         torch.mm(a, b, out=out)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        synchronize(device)
+        begin = time.perf_counter()
         for _ in range(8):
             torch.mm(a, b, out=out)
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 8
+        synchronize(device)
+        return (time.perf_counter() - begin) / 8 * 1e3
 
     return run
 
 
+def peak_size(device: torch.device) -> int:
+    """Rows and columns of the product that floors are computed with."""
+    return 8192 if device.type == "cuda" else 512
+
+
 def summary(job: ParallelJob, contenders: dict[str, Contender], peak_ms: float) -> dict[str, Any]:
     """Figures of all contenders, and Muon's against the others."""
-    rate = 2 * PEAK_SIZE**3 / peak_ms / 1e9  # TFLOP/s
+    rate = 2 * peak_size(job.mesh.device) ** 3 / peak_ms / 1e9  # TFLOP/s
     figures: dict[str, Any] = {}
     for name, contender in contenders.items():
         tokens_per_s = contender.tokens / statistics.median(contender.ms) * 1e3 / dist.get_world_size()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dmuon
-from benchmarks.parallel_model import parallel_model
+from benchmarks.parallel_model import end_ranks, parallel_model, synchronize
 from benchmarks.record import record
 from dmuon.hooks import find_runtime
 from dmuon.parameter import local
@@ -47,8 +47,7 @@ def main() -> None:
         figures = {strategy: _summary(times[2:]) for strategy, times in milliseconds.items()}
         model_figures = {"flavor": job.config.model.flavor, "num_layers": job.size.num_layers, "degrees": job.degrees}
         print(json.dumps(record("tp_step", **model_figures, ms=figures)))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
 
 
 @torch.no_grad()
@@ -58,20 +57,15 @@ def _step_ms(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
         if param.device.type != "meta":
             param.grad = torch.zeros_like(param)
             local(param.grad).normal_(std=1e-3)
-    _synchronize(device)
+    synchronize(device)
     dist.barrier()
     begin = time.perf_counter()
     optimizer.step()
     runtime = find_runtime(model)
     assert runtime is not None
     runtime.wait_publish()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - begin) * 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _summary(times: list[float]) -> dict[str, float]:

@@ -7,7 +7,8 @@ import importlib
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -132,6 +133,13 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """After how long a collective of this group counts as stuck."""
     return group._get_backend(torch.device(device_type)).options._timeout
+
+
+@contextmanager
+def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[Any]:
+    """Collectives that are issued inside go out as one, which `wait` of what is yielded waits for. NCCL only."""
+    with dist.distributed_c10d._coalescing_manager(group=group, device=device, async_ops=True) as manager:
+        yield manager
 
 
 def set_group_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
