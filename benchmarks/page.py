@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -19,3 +20,8 @@ def replace_marked(page: Path, name: str, text: str) -> None:
     if count != 1:
         raise ValueError(f"{page} has {count} tables marked {name}: must have one")
     page.write_text(whole)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines)

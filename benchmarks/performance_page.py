@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.page import DOCS, replace_marked
+from benchmarks.page import DOCS, markdown_table, replace_marked
 
 RESULTS = DOCS.parent / "benchmarks" / "results"
 NEWTON_SCHULZ = "newton_schulz_h200.json"
@@ -169,7 +169,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], sources: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    lines = [markdown_table(header, rows), ""]
     for name, source in sources:
         device = source.get("cpu", source["device"])
         lines += [f"benchmarks/results/{name}: {device}, torch {source['torch']}, commit {source['commit'][:7]}", ""]

@@ -228,14 +228,15 @@ def summary(job: ParallelJob, contenders: dict[str, Contender], peak_ms: float) 
     if "muon" in contenders:
         plan = contenders["muon"].trainer.plan
         assert plan is not None
-        longest = max(plan.assignment.flops.values())
+        longest = max(plan.assignment.flops.values()) / job.degrees[2]  # the tp ranks of an owner share its work
         line["longest_load_tflop"] = longest / 1e12
         line["floor_ms"] = longest / 1e9 / rate
         if "adamw" in contenders:
             pairs = list(zip(contenders["muon"].ms, contenders["adamw"].ms, strict=True))
             line["muon_over_adamw"] = statistics.median(muon / adamw for muon, adamw in pairs)
             line["difference_over_floor"] = statistics.median(m - a for m, a in pairs) / line["floor_ms"]
-            line["memory_over_adamw"] = figures["muon"]["peak_gib"] / figures["adamw"]["peak_gib"]
+            if figures["adamw"]["peak_gib"]:
+                line["memory_over_adamw"] = figures["muon"]["peak_gib"] / figures["adamw"]["peak_gib"]
     return line
 
 

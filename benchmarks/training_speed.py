@@ -33,36 +33,41 @@ UNTIED = {
     "1B-untied": replace(SIZES["1B"], tie_embeddings=False),
     "3B-untied": replace(SIZES["3B"], tie_embeddings=False),
     "8B-8-layers": replace(SIZES["8B"], num_layers=8),
+    "8B-16-layers": replace(SIZES["8B"], num_layers=16),
 }
 
 
 @dataclass(frozen=True)
-class Case:
-    """One job, and what TorchTitan reaches in it: MFU in percent, and reserved memory."""
-
+class Job:
     name: str
     flavor: str
     num_gpus: int
     local_batch_size: int
-    mfu: float
-    reserved_gib: float
     compile: bool
     optimizer: str
     checkpointing: str
 
 
-# Name, flavor, GPUs, local batch, TorchTitan's MFU and memory, compile.
+@dataclass(frozen=True)
+class Case(Job):
+    """A job, and what TorchTitan reaches in it: MFU in percent, and reserved memory."""
+
+    mfu: float
+    reserved_gib: float
+
+
+# Name, flavor, GPUs, local batch, compile, TorchTitan's MFU and memory.
 COMPARED = [
-    ("1B, one GPU", "1B-untied", 1, 4, 54.7, 50.4, True),
-    ("8B with 8 layers, one GPU", "8B-8-layers", 1, 2, 56.2, 49.6, True),
-    ("1B eager, one GPU", "1B-untied", 1, 4, 45.8, 93.2, False),
-    ("1B, two GPUs", "1B-untied", 2, 4, 53.1, 43.4, True),
-    ("3B, two GPUs", "3B-untied", 2, 2, 54.5, 53.3, True),
+    ("1B, one GPU", "1B-untied", 1, 4, True, 54.7, 50.4),
+    ("8B with 8 layers, one GPU", "8B-8-layers", 1, 2, True, 56.2, 49.6),
+    ("1B eager, one GPU", "1B-untied", 1, 4, False, 45.8, 93.2),
+    ("1B, two GPUs", "1B-untied", 2, 4, True, 53.1, 43.4),
+    ("3B, two GPUs", "3B-untied", 2, 2, True, 54.5, 53.3),
 ]
 CASES = [
-    Case(f"{name}, {optimizer}, {option}", *rest, optimizer, option)
+    Case(f"{name}, {optimizer}, {option}", *job, optimizer, option, mfu, reserved_gib)
     for optimizer, option in (("AdamW", "op_all"), ("AdamW", "op"), ("Muon", "op_all"))
-    for name, *rest in COMPARED
+    for name, *job, mfu, reserved_gib in COMPARED
 ]
 
 
@@ -105,8 +110,8 @@ def main() -> None:
         arguments.out.write_text(json.dumps(line) + "\n")
 
 
-def run(case: Case, num_steps: int, gpus: list[int]) -> dict[str, Any]:
-    """The figures of a job's last ten steps."""
+def run(job: Job, num_steps: int, gpus: list[int]) -> dict[str, Any]:
+    """The figures of the last third of a job's steps."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -114,16 +119,17 @@ def run(case: Case, num_steps: int, gpus: list[int]) -> dict[str, Any]:
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as run_train.sh
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.num_gpus)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.num_gpus)]
         command += ["--standalone", "-m", "benchmarks.training_speed", "--config", "llama3_1b.toml"]
         flags = {
             "job.dump_folder": folder,
-            "model.flavor": case.flavor,
-            "optimizer.name": case.optimizer,
+            "model.flavor": job.flavor,
+            "optimizer.name": job.optimizer,
             "training.steps": num_steps,
-            "training.local_batch_size": case.local_batch_size,
-            "compile.enable": str(case.compile).lower(),
-            "activation_checkpoint.selective_ac_option": case.checkpointing,
+            "metrics.log_freq": num_steps // 3,
+            "training.local_batch_size": job.local_batch_size,
+            "compile.enable": str(job.compile).lower(),
+            "activation_checkpoint.selective_ac_option": job.checkpointing,
             "checkpoint.enable": "false",
             "metrics.enable_tensorboard": "false",
         }
@@ -131,7 +137,7 @@ def run(case: Case, num_steps: int, gpus: list[int]) -> dict[str, Any]:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(
-                f"{case.name}: status {result.returncode}\n{result.stdout[-4000:]}{result.stderr[-4000:]}"
+                f"{job.name}: status {result.returncode}\n{result.stdout[-4000:]}{result.stderr[-4000:]}"
             )
         metrics = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     last = metrics[-1]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.many_gpus.lines import append
-from benchmarks.parallel_model import end_ranks, start_ranks, synchronize
+from benchmarks.parallel_model import end_ranks, start_ranks
 from benchmarks.record import record
 from dmuon.section import aligned
 from dmuon.torch_internals import coalesced
@@ -148,11 +148,11 @@ def together(
 
 
 def median_ms(operation: Operation, device: torch.device) -> float:
-    """Of the slowest rank."""
+    """Of the slowest rank. Called by all ranks together."""
     times = []
+    ready = torch.zeros(1, device=device)
     for _ in range(NUM_WARMUPS + NUM_REPEATS):
-        dist.barrier()
-        synchronize(device)
+        dist.all_reduce(ready)  # on a GPU it is the devices that begin together
         times.append(_cuda_ms(operation) if device.type == "cuda" else _host_ms(operation))
     slowest = torch.tensor(statistics.median(times[NUM_WARMUPS:]))
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

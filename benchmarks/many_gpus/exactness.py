@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--no-bits", action="store_true", help="only tensor parallelism against one rank")
     arguments = parser.parse_args()
     use_deterministic_algorithms()
+    torch.backends.cuda.matmul.allow_tf32 = False
     device = start_ranks(build({}))
     num_ranks = dist.get_world_size()
     scales = [TINY] if arguments.rehearse else [DEBUG, LARGE]
