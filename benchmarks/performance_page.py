@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from benchmarks.many_gpus.tables import TABLES as MANY_GPUS
 from benchmarks.page import DOCS, markdown_table, replace_marked
 
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -154,6 +155,27 @@ def cpu() -> str:
     return _table(header, rows, [(name, line)])
 
 
+def many_gpus() -> str:
+    """Every table of each result there is, or how to get one."""
+    files = sorted(RESULTS.glob("many_gpus_*.jsonl"))
+    if not files:
+        return "Not measured yet."
+    return "\n\n".join(text for file in files for text in _tables_of_many_gpus(file.name))
+
+
+def _tables_of_many_gpus(name: str) -> Iterator[str]:
+    lines = _lines(name)
+    (machine, *_) = (line for line in lines if "device" in line)
+    (part, *_) = (line for line in lines if line["benchmark"] == "many_gpus")
+    yield f"### {machine['num_devices']} {machine['device']}"
+    for title, table in MANY_GPUS.items():
+        header, rows = table(lines)
+        if rows:
+            yield f"{title[0].upper()}{title[1:]}:"
+            yield markdown_table(header, rows)
+    yield _source(name, machine | {"command": part["command"]})
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "newton schulz": newton_schulz,
     "optimizer step": optimizer_step,
@@ -161,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training speed": training_speed,
     "publish": publish,
     "cpu": cpu,
+    "many gpus": many_gpus,
 }
 
 
@@ -169,12 +192,15 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], sources: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    lines = [markdown_table(header, rows), ""]
-    for name, source in sources:
-        device = source.get("cpu", source["device"])
-        lines += [f"benchmarks/results/{name}: {device}, torch {source['torch']}, commit {source['commit'][:7]}", ""]
-        lines += [f"    {source['command']}", ""]
-    return "\n".join(lines[:-1])
+    return "\n\n".join([markdown_table(header, rows), *(_source(name, source) for name, source in sources)])
+
+
+def _source(name: str, line: dict[str, Any]) -> str:
+    device = line.get("cpu", line["device"])
+    return (
+        f"benchmarks/results/{name}: {device}, torch {line['torch']}, commit {line['commit'][:7]}\n\n"
+        f"    {line['command']}"
+    )
 
 
 if __name__ == "__main__":

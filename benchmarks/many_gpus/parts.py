@@ -50,13 +50,14 @@ def parts(num_gpus: int) -> list[Part]:
     return [
         Part("exactness", "exactness, one rank", 1, (), 25),
         *(_exactness(ranks, with_bits=ranks == min(most, 4)) for ranks in worlds),
-        *(Part("collectives", f"collectives, {ranks}", ranks, (), 25) for ranks in reversed(worlds)),
+        _collectives(most),
         _steps("1B", most, meshes(most), 45 + 22 * len(meshes(most))),
         *_speed(most),
-        # Each GPU has as much to do whatever their number.
+        # Weak scaling: each GPU has as much to do whatever their number.
         *(_steps("1B", ranks, [f"1x{ranks}x1"], 50) for ranks in (1, *worlds[:-1])),
         _steps("3B", most, large, 25 + 65 * len(large)),
         _steps("8B", most, large, 25 + 90 * len(large)),
+        *map(_collectives, worlds[:-1]),
     ]
 
 
@@ -65,10 +66,10 @@ def rehearsal(num_ranks: int) -> list[Part]:
     tiny = ("--rehearse",)
     on_meshes = ("--flavor", "debugmodel", "--meshes", *meshes(num_ranks), "--rounds", "1")
     return [
-        Part("exactness", "exactness, one rank", 1, tiny, 15),
-        Part("exactness", f"exactness, {num_ranks}", num_ranks, tiny, 30),
-        Part("collectives", f"collectives, {num_ranks}", num_ranks, tiny, 15),
-        Part("steps", f"steps, debugmodel, {num_ranks}", num_ranks, (*tiny, *on_meshes), 30),
+        Part("exactness", "exactness, one rank", 1, tiny, 30),
+        Part("exactness", f"exactness, {num_ranks}", num_ranks, tiny, 60),
+        Part("collectives", f"collectives, {num_ranks}", num_ranks, tiny, 30),
+        Part("steps", f"steps, debugmodel, {num_ranks}", num_ranks, (*tiny, *on_meshes), 60),
     ]
 
 
@@ -83,6 +84,10 @@ def _exactness(num_ranks: int, *, with_bits: bool) -> Part:
     """Bits are compared on two ranks, or on four where there are as many."""
     options, estimate_s = ((), 110) if with_bits else (("--no-bits",), 35)
     return Part("exactness", f"exactness, {num_ranks}", num_ranks, options, estimate_s)
+
+
+def _collectives(num_ranks: int) -> Part:
+    return Part("collectives", f"collectives, {num_ranks}", num_ranks, (), 25)
 
 
 def _steps(flavor: str, num_ranks: int, on_meshes: list[str], estimate_s: int) -> Part:

@@ -73,8 +73,8 @@ def main() -> None:
         line = measure(job, names[degrees], arguments.rounds, arguments.steps)
         if dist.get_rank() == 0:
             append(arguments.out, line)
+        torch.compiler.reset()  # a function is compiled a few times only, and what is compiled refers to the model
         free_memory(device)
-        torch.compiler.reset()  # a function is compiled a few times only
     end_ranks()
 
 
@@ -167,7 +167,7 @@ def ms_a_byte(axis: Axis, operation: str, numel: int, dtype: torch.dtype, device
 
 
 def parts_of(profile: Summary, predicted: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Milliseconds a step by part: of transfers the mean over ranks; of Newton-Schulz the longest, all of it exposed."""
+    """Milliseconds a step by part: of transfers the ranks' mean; of Newton-Schulz the longest, all of it exposed."""
     profiles: list[Summary] = [profile] * dist.get_world_size()
     dist.all_gather_object(profiles, profile)
     num_steps = len(profile.steps)

@@ -171,6 +171,40 @@ def test_the_compilers_pass_is_on_and_takes_the_group(ranks: Callable[[int], Ran
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_coalesced_collectives_are_over_after_one_wait() -> None:
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        tensors = [torch.full((4,), value, device=device) for value in (1.0, 2.0)]
+        with torch_internals.coalesced(group, device) as manager:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0, group=group, async_op=True)
+        manager.wait()
+        assert [tensor.tolist() for tensor in tensors] == [[1.0] * 4, [2.0] * 4]
+    finally:
+        dist.destroy_process_group()
+
+
+def coalesced_on_gloo() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    with (
+        pytest.raises(RuntimeError, match="does not implement") as refused,
+        torch_internals.coalesced(group, torch.device("cpu")),
+    ):
+        pass
+    return str(refused.value)
+
+
+def test_gloo_refuses_to_coalesce(ranks: Callable[[int], RankPool]) -> None:
+    """On the day it does not, benchmarks.many_gpus can measure it there too."""
+    assert all("gloo" in told for told in ranks(2).run(coalesced_on_gloo))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_history_is_recorded() -> None:
     torch_internals.record_memory_history(100)
     tensor = torch.ones(1024, device="cuda")
