@@ -152,7 +152,7 @@ class Contender:
         synchronize(self.device)
         with torch.profiler.profile(
             activities=self._activities(),
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps),
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps, repeat=1),
             on_trace_ready=lambda profiler: found.append(summarize(recorded_events(profiler))),
         ) as profiler:
             for _ in range(1 + num_steps):

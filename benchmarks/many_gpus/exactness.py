@@ -63,14 +63,20 @@ DEBUG, LARGE, TINY = Scale("debugmodel", 6, 256), Scale("1B", 2, 512), Scale("de
 
 @dataclass(frozen=True)
 class Run:
-    """How it is trained. ns_dtype float32 is for what is compared within a tolerance. first_batch: other data."""
+    """How it is trained.
+
+    Attributes:
+        exact: same bits wherever they are promised, by sums in a fixed order; else near to one rank, by Newton-Schulz
+            in float32.
+        first_batch: where the data begins.
+    """
 
     scale: Scale
     degrees: Degrees
     dtype: str
     replicate_async: bool = True
     reshard: str = "always"
-    ns_dtype: str = "auto"
+    exact: bool = True
     first_batch: int = 0
 
     @property
@@ -90,7 +96,7 @@ class Run:
                 "model.flavor": self.scale.flavor,
                 "optimizer.lr": 3e-4,
                 "optimizer.replicate_async": self.replicate_async,
-                "optimizer.ns_dtype": self.ns_dtype,
+                "optimizer.ns_dtype": "auto" if self.exact else "float32",
                 "training.seq_len": self.scale.seq_len,
                 "training.local_batch_size": self.scale.global_batch_size // (replicate * shard),
                 "training.mixed_precision_param": self.dtype,
@@ -100,7 +106,7 @@ class Run:
                 "parallelism.fsdp_reshard_after_forward": self.reshard,
                 "activation_checkpoint.mode": "none",
                 "checkpoint.enable": False,
-                "debug.deterministic": True,
+                "debug.deterministic": self.exact,
             }
         )
 
@@ -109,6 +115,7 @@ class Training:
     """A run under way."""
 
     def __init__(self, run: Run, device: torch.device) -> None:
+        torch.use_deterministic_algorithms(run.exact)
         self.run, self.device = run, device
         self.mesh = _mesh(device, run.degrees)
         self.size = job_size(run.config, run.scale.num_layers)
@@ -186,7 +193,7 @@ def comparison_with_one_rank(scale: Scale, num_ranks: int) -> Comparison:
 
 def on_one_rank(scale: Scale, degrees: Degrees = (1, 1, 1)) -> Run:
     """Or on several, with the arithmetic that compares to one."""
-    return Run(scale, degrees, "float32", ns_dtype="float32")
+    return Run(scale, degrees, "float32", exact=False)
 
 
 def trained(run: Run, work: Path, device: torch.device, *, restarted: bool = False, saves: bool = False) -> Training:
@@ -271,10 +278,9 @@ def main() -> None:
         if num_ranks == 1:
             leave(on_one_rank(scale), arguments.work, device)
             continue
-        groups = [[comparison_with_one_rank(scale, num_ranks)]]
-        if not arguments.no_bits:
-            groups += [comparisons_of_bits(scale, dtype, num_ranks) for dtype in ("float32", "bfloat16")]
-        for group in groups:
+        dtypes = () if arguments.no_bits else ("float32", "bfloat16")
+        groups = [comparisons_of_bits(scale, dtype, num_ranks) for dtype in dtypes]
+        for group in (*groups, [comparison_with_one_rank(scale, num_ranks)]):
             for line in compare_all(group, arguments.work, device):
                 if dist.get_rank() == 0:
                     append(arguments.out, line)

@@ -152,4 +152,4 @@ def hash_of(tensor: Tensor) -> int:
         part = (part ^ (part >> 30)) * -0x40A7B892E31B1A47
         part = (part ^ (part >> 27)) * -0x6B2FB644ECCEEE15
         total += (part ^ (part >> 31)).sum()
-    return total.item()
+    return int(total.item())

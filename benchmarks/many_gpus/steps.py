@@ -39,7 +39,7 @@ from dmuon_titan.profiling.summary import Summary
 from models.llama.sizes import LlamaSize
 
 Degrees = tuple[int, int, int]
-SEQ_LEN, MEMORY_SHARE, PROFILED_STEPS = 8192, 0.9, 2
+SEQ_LEN, MEMORY_SHARE, PROFILED_STEPS = 8192, 0.8, 2
 # Flavor -> local batch, micro-batches.
 BATCHES = {"1B": (4, 1), "3B": (2, 2), "8B": (2, 1)}
 NEWTON_SCHULZ = "Newton-Schulz"

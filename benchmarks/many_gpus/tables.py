@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Line = dict[str, Any]
-Table = tuple[Sequence[str], list[Sequence[str]]]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def _of(lines: Sequence[Line], kind: str) -> list[Line]:
@@ -76,6 +76,9 @@ def step_time(lines: Sequence[Line]) -> Table:
                     name,
                     f"{figures['ms']:.1f} ({figures['ms_min']:.1f} - {figures['ms_max']:.1f})",
                     f"{over_adamw:.3f}" if over_adamw else "",
+                    f"{line['difference_over_floor']:.2f} of {line['floor_ms']:.1f}"
+                    if name == "muon" and adamw
+                    else "",
                     f"{figures['tokens_per_s_and_gpu']:,.0f}",
                     f"{figures['tokens_per_s_and_gpu'] / one_gpu:.1%}" if one_gpu and is_flat else "",
                     f"{figures['mfu']:.1%}",
