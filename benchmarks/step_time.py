@@ -33,11 +33,13 @@ from torch import Tensor
 from benchmarks.parallel_model import ParallelJob, build_trainer, end_ranks, parallel_job, synchronize
 from benchmarks.record import record
 from benchmarks.rivals import NaiveMuon, TorchMuon
-from dmuon.torch_internals import recorded_events
+from dmuon.hooks import find_runtime
+from dmuon.torch_internals import RecordedEvent, recorded_events
 from dmuon_titan.data.loader import Batch
 from dmuon_titan.memory import GIB
 from dmuon_titan.profiling.profiler import recording_begins_or_ends
 from dmuon_titan.profiling.summary import Summary, summarize
+from dmuon_titan.profiling.work import STEP
 from dmuon_titan.trainer import Trainer
 
 WARMUP_STEPS = 3
@@ -147,25 +149,41 @@ class Contender:
         profiler.export_chrome_trace(str(path))
 
     def profile(self, num_steps: int) -> Summary:
-        """What this rank's time goes to, over steps that are timed by nobody."""
+        """What this rank's time goes to, over steps that are timed by nobody.
+
+        One step more is recorded: what the last one publishes has no forward to hide behind.
+        """
         found: list[Summary] = []
-        synchronize(self.device)
+        self._wait_for_all()
         with torch.profiler.profile(
             activities=self._activities(),
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps, repeat=1),
-            on_trace_ready=lambda profiler: found.append(summarize(recorded_events(profiler))),
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps + 1, repeat=1),
+            on_trace_ready=lambda profiler: found.append(summarize(_but_the_last_step(recorded_events(profiler)))),
         ) as profiler:
-            for _ in range(1 + num_steps):
+            for _ in range(num_steps + 2):
                 self.step()
                 if recording_begins_or_ends(profiler):
-                    synchronize(self.device)
+                    self._wait_for_all()
                 profiler.step()
         self.trainer.optimizer.zero_grad()
         return found[0]
 
+    def _wait_for_all(self) -> None:
+        """Transfers too: gloo's threads tell a profiler of their end, which has to be there still."""
+        runtime = find_runtime(self.trainer.model)
+        if runtime is not None:
+            runtime.wait_publish()
+        synchronize(self.device)
+
     def _activities(self) -> list[torch.profiler.ProfilerActivity]:
         on_gpu = [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
+
+
+def _but_the_last_step(events: list[RecordedEvent]) -> list[RecordedEvent]:
+    steps = [event for event in events if event.activity == "annotation" and event.name.startswith(STEP)]
+    last = max(steps, key=lambda step: step.begin)
+    return [event for event in events if event is not last]
 
 
 # Name -> optimizer.name of the job, and what replaces the job's optimizer.

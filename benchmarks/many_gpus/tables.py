@@ -69,6 +69,8 @@ def step_time(lines: Sequence[Line]) -> Table:
             is_flat = line["degrees"][0] == line["degrees"][2] == 1
             adamw = line["contenders"].get("adamw")
             over_adamw = line.get("muon_over_adamw") if name == "muon" else adamw and figures["ms"] / adamw["ms"]
+            has_floors = name == "muon" and adamw
+            floors = f"{line['difference_over_floor']:.2f} of {line['floor_ms']:.1f}" if has_floors else ""
             rows.append(
                 (
                     f"{line['flavor']}, {line['num_layers']} layers",
@@ -76,27 +78,15 @@ def step_time(lines: Sequence[Line]) -> Table:
                     name,
                     f"{figures['ms']:.1f} ({figures['ms_min']:.1f} - {figures['ms_max']:.1f})",
                     f"{over_adamw:.3f}" if over_adamw else "",
-                    f"{line['difference_over_floor']:.2f} of {line['floor_ms']:.1f}"
-                    if name == "muon" and adamw
-                    else "",
+                    floors,
                     f"{figures['tokens_per_s_and_gpu']:,.0f}",
                     f"{figures['tokens_per_s_and_gpu'] / one_gpu:.1%}" if one_gpu and is_flat else "",
                     f"{figures['mfu']:.1%}",
                     f"{figures['peak_gib']:.1f}",
                 )
             )
-    header = (
-        "model",
-        "mesh",
-        "optimizer",
-        "ms a step",
-        "over AdamW",
-        "tokens/s/GPU",
-        "of one GPU's",
-        "MFU",
-        "peak GiB",
-    )
-    return header, rows
+    cost = ("ms a step", "over AdamW", "floors, ms")
+    return ("model", "mesh", "optimizer", *cost, "tokens/s/GPU", "of one GPU's", "MFU", "peak GiB"), rows
 
 
 def step_parts(lines: Sequence[Line]) -> Table:
@@ -123,7 +113,7 @@ def _step_parts(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
 def speed(lines: Sequence[Line]) -> Table:
     """A row for each job, and TorchTitan's."""
     found = _of(lines, "speed")
-    rows: list[Sequence[str]] = [
+    rows = [
         (
             f"{line['num_layers']} layers, {line['num_ranks']} {line['device']}, {line['optimizer']}",
             f"{line['tokens_per_s_and_gpu']:,.0f}",
