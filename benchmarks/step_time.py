@@ -33,11 +33,10 @@ from torch import Tensor
 from benchmarks.parallel_model import ParallelJob, build_trainer, end_ranks, parallel_job, synchronize
 from benchmarks.record import record
 from benchmarks.rivals import NaiveMuon, TorchMuon
-from dmuon.hooks import find_runtime
 from dmuon.torch_internals import RecordedEvent, recorded_events
 from dmuon_titan.data.loader import Batch
 from dmuon_titan.memory import GIB
-from dmuon_titan.profiling.profiler import recording_begins_or_ends
+from dmuon_titan.profiling.profiler import recording_begins_or_ends, settle
 from dmuon_titan.profiling.summary import Summary, summarize
 from dmuon_titan.profiling.work import STEP
 from dmuon_titan.trainer import Trainer
@@ -154,7 +153,7 @@ class Contender:
         One step more is recorded: what the last one publishes has no forward to hide behind.
         """
         found: list[Summary] = []
-        self._wait_for_all()
+        settle(self.trainer.model, self.device)
         with torch.profiler.profile(
             activities=self._activities(),
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps + 1, repeat=1),
@@ -163,17 +162,10 @@ class Contender:
             for _ in range(num_steps + 2):
                 self.step()
                 if recording_begins_or_ends(profiler):
-                    self._wait_for_all()
+                    settle(self.trainer.model, self.device)
                 profiler.step()
         self.trainer.optimizer.zero_grad()
         return found[0]
-
-    def _wait_for_all(self) -> None:
-        """Transfers too: gloo's threads tell a profiler of their end, which has to be there still."""
-        runtime = find_runtime(self.trainer.model)
-        if runtime is not None:
-            runtime.wait_publish()
-        synchronize(self.device)
 
     def _activities(self) -> list[torch.profiler.ProfilerActivity]:
         on_gpu = [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from dmuon_titan.metrics import Metrics, StepFigures
 from dmuon_titan.optimizer import build_optimizer, step_unless
 from dmuon_titan.parallelize import build_model
 from dmuon_titan.phases import Phases
-from dmuon_titan.profiling import Profiler
+from dmuon_titan.profiling import Profiler, settle
 from dmuon_titan.signals import StopWatcher
 from models.llama.sizes import LlamaSize
 
@@ -100,7 +101,8 @@ class Trainer:
             start_step=start_step,
             status_line=status_line,
         )
-        self.profiler = Profiler(config.profiling, self.mesh.device, rank, start_step)
+        device = self.mesh.device
+        self.profiler = Profiler(config.profiling, device, rank, start_step, partial(settle, self.model, device))
         self.batches = StepBatches(dataset, config, self.mesh, self.state.consumed_samples, self.num_micro_batches)
 
     def train(self, phases: Phases) -> None:

@@ -1,5 +1,5 @@
 """Traces of training steps and what they say, and snapshots of GPU memory."""
 
-from dmuon_titan.profiling.profiler import Profiler
+from dmuon_titan.profiling.profiler import Profiler, settle
 
-__all__ = ["Profiler"]
+__all__ = ["Profiler", "settle"]

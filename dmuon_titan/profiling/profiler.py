@@ -9,13 +9,15 @@ import errno
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerAction
 
+from dmuon.hooks import find_runtime
 from dmuon.torch_internals import memory_snapshot, record_memory_history, recorded_events
 from dmuon_titan.config.schema import Profiling
 from dmuon_titan.console import logger
@@ -29,8 +31,11 @@ _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 class Profiler:
     """Called once a step; does nothing unless `[profiling]` asks for something."""
 
-    def __init__(self, options: Profiling, device: torch.device, rank: int, start_step: int) -> None:
-        self.options, self.device, self.rank = options, device, rank
+    def __init__(
+        self, options: Profiling, device: torch.device, rank: int, start_step: int, settle: Callable[[], None]
+    ) -> None:
+        """`settle`: waits for all that was launched, called where a recording begins or ends."""
+        self.options, self.device, self.rank, self._settle = options, device, rank, settle
         self.first_step, self.step_number = start_step + 1, start_step
         self.snapshots = options.enable_memory_snapshot and device.type == "cuda"
         if options.enable_memory_snapshot and not self.snapshots and rank == 0:
@@ -47,14 +52,15 @@ class Profiler:
             return
         with self._profiler:
             yield
+            self._settle()
 
     def step(self) -> None:
         """A training step is over."""
         self.step_number += 1
         if self._profiler is not None:
-            if self.device.type == "cuda" and recording_begins_or_ends(self._profiler):
+            if recording_begins_or_ends(self._profiler):
                 # What a recorded step launches then runs within the recording, and nothing else does.
-                torch.cuda.synchronize(self.device)
+                self._settle()
             self._profiler.step()
         if self.snapshots and self.step_number % self.options.profile_freq == 0:
             path = self._path(self.options.save_memory_snapshot_folder, "memory_snapshot.pickle")
@@ -93,6 +99,16 @@ class Profiler:
 
     def _path(self, folder: str, kind: str) -> Path:
         return Path(folder) / f"step-{self.step_number}" / f"rank-{self.rank}_{kind}"
+
+
+def settle(model: nn.Module, device: torch.device) -> None:
+    """Waits for all that was launched, and for weights on their way to other ranks: gloo's threads note the end of a
+    transfer in a recording that they saw it begin in, and crash if that is over."""
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.wait_publish()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def recording_begins_or_ends(profiler: torch.profiler.profile) -> bool:

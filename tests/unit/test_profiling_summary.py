@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from dmuon.torch_internals import RecordedEvent
+from dmuon.torch_internals import RecordedEvent, profiler_is_running
+from dmuon_titan.config.schema import Profiling
 from dmuon_titan.profiling.intervals import difference, innermost, intersection, length, union
-from dmuon_titan.profiling.profiler import recording_begins_or_ends
+from dmuon_titan.profiling.profiler import Profiler, recording_begins_or_ends
 from dmuon_titan.profiling.summary import headline, page, summarize
 
 MS = 1_000_000
@@ -199,3 +201,22 @@ def test_the_edges_of_a_recording_are_where_the_profiler_starts_and_stops() -> N
             edges.append(recording_begins_or_ends(profiler))
             profiler.step()
     assert edges == 2 * [False, True, False, True]
+
+
+def test_nothing_is_on_its_way_where_a_recording_begins_or_ends(tmp_path: Path) -> None:
+    """Gloo's threads crash if they see the beginning of a transfer recorded, and its end after the recording."""
+    options = Profiling(
+        enable_profiling=True,
+        save_traces_folder=str(tmp_path),
+        profile_freq=3,
+        profiler_warmup=1,
+        profiler_active=1,
+    )
+    running: list[bool] = []
+    profiler = Profiler(options, torch.device("cpu"), 0, 0, settle=lambda: running.append(profiler_is_running()))
+    with profiler.running():
+        for _ in range(5):  # within the second recording
+            torch.ones(2).sum()
+            profiler.step()
+    assert running == [False, True, False, True]
+    assert len(list(tmp_path.glob("step-*/rank-0_trace.json"))) == 2
