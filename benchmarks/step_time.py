@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="in place of the flavor's")
     parser.add_argument("--untied", action="store_true", help="a head with a matrix of its own")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
+    parser.add_argument("--steps", type=int, default=5, help="of each contender in a round; the first starts idle")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path, help="a folder for a profiler's trace of each contender's step")
     arguments, flags = parser.parse_known_args()
