@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,3 +99,18 @@ def synchronize(device: torch.device) -> None:
     """The host waits for all that the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class HostEvent:
+    """What is used of torch.cuda.Event, where nothing runs behind the host."""
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end._time - self._time) * 1e3
+
+
+def timing_event(device: torch.device) -> Any:
+    """`begin.elapsed_time(end)` is the milliseconds between what was launched when each was recorded."""
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()

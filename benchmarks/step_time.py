@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.parallel_model import ParallelJob, build_trainer, end_ranks, parallel_job, synchronize
+from benchmarks.parallel_model import ParallelJob, build_trainer, end_ranks, parallel_job, synchronize, timing_event
 from benchmarks.record import record
 from benchmarks.rivals import NaiveMuon, TorchMuon
 from dmuon.torch_internals import RecordedEvent, recorded_events
@@ -51,7 +51,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="in place of the flavor's")
     parser.add_argument("--untied", action="store_true", help="a head with a matrix of its own")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5,
+        choices=range(2, 100),
+        metavar="N",
+        help="of each contender in a round; the first starts idle",
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path, help="a folder for a profiler's trace of each contender's step")
     arguments, flags = parser.parse_known_args()
@@ -112,6 +119,10 @@ class Contender:
         self.batches = [Batch(batch, batch, [0], 0) for batch in tokens]
         self.tokens = sum(batch.numel() for batch in tokens) * job.mesh.dp_world
         self.ms: list[float] = []
+        self.forward_backward_ms: list[float] = []
+        self._events: list[tuple[Any, Any]] = []
+        self._forward_backward = self.trainer.forward_backward
+        self.trainer.forward_backward = self._timed  # type: ignore[method-assign]
         for _ in range(WARMUP_STEPS):
             self.step()
         self.trainer.optimizer.zero_grad()
@@ -122,6 +133,14 @@ class Contender:
     def step(self) -> None:
         self.trainer.update(1, self.batches)
 
+    def _timed(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        begin, end = (timing_event(self.device) for _ in range(2))
+        begin.record()
+        found = self._forward_backward(batches)
+        end.record()
+        self._events.append((begin, end))
+        return found
+
     def measure(self, num_steps: int) -> None:
         """A few steps; the slowest rank's time counts."""
         dist.barrier()
@@ -129,6 +148,7 @@ class Contender:
         others = torch.cuda.memory_allocated() - self.held
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        self._events.clear()
         began = time.perf_counter()
         for _ in range(num_steps):
             self.step()
@@ -136,6 +156,8 @@ class Contender:
         elapsed = torch.tensor((time.perf_counter() - began) / num_steps * 1e3)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         self.ms.append(elapsed.item())
+        # Without the first, before which the GPU was idle.
+        self.forward_backward_ms += [begin.elapsed_time(end) for begin, end in self._events[1:]]
         self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
         self.trainer.optimizer.zero_grad()
 
@@ -221,6 +243,7 @@ def summary(job: ParallelJob, contenders: dict[str, Contender], peak_ms: float) 
             "ms": statistics.median(contender.ms),
             "ms_min": min(contender.ms),
             "ms_max": max(contender.ms),
+            "forward_backward_ms": statistics.median(contender.forward_backward_ms),
             "tokens_per_s_and_gpu": tokens_per_s,
             "mfu": tokens_per_s * job.size.flops_per_token(job.config.training.seq_len) / 989e12,
             "peak_gib": contender.peak / GIB,
@@ -253,7 +276,8 @@ def summary(job: ParallelJob, contenders: dict[str, Contender], peak_ms: float) 
 def _print_table(line: dict[str, Any]) -> None:
     for name, figures in line["contenders"].items():
         print(
-            f"{name:10} {figures['ms']:8.1f} ms ({figures['ms_min']:.1f} - {figures['ms_max']:.1f}), "
+            f"{name:10} {figures['ms']:8.1f} ms ({figures['ms_min']:.1f} - {figures['ms_max']:.1f}), of which "
+            f"forward and backward {figures['forward_backward_ms']:.1f}, "
             f"{figures['tokens_per_s_and_gpu']:,.0f} tokens/s/GPU, "
             f"MFU {figures['mfu']:.1%}, {figures['peak_gib']:.1f} GiB"
         )

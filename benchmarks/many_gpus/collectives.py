@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.many_gpus.lines import append
-from benchmarks.parallel_model import end_ranks, start_ranks
+from benchmarks.parallel_model import end_ranks, start_ranks, synchronize, timing_event
 from benchmarks.record import record
 from dmuon.section import aligned
 from dmuon.torch_internals import coalesced
@@ -153,25 +152,15 @@ def median_ms(operation: Operation, device: torch.device) -> float:
     ready = torch.zeros(1, device=device)
     for _ in range(NUM_WARMUPS + NUM_REPEATS):
         dist.all_reduce(ready)  # on a GPU it is the devices that begin together
-        times.append(_cuda_ms(operation) if device.type == "cuda" else _host_ms(operation))
+        begin, end = (timing_event(device) for _ in range(2))
+        begin.record()
+        operation()
+        end.record()
+        synchronize(device)
+        times.append(begin.elapsed_time(end))
     slowest = torch.tensor(statistics.median(times[NUM_WARMUPS:]))
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
-
-
-def _cuda_ms(operation: Operation) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    operation()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def _host_ms(operation: Operation) -> float:
-    began = time.perf_counter()
-    operation()
-    return (time.perf_counter() - began) * 1e3
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dmuon.hooks import find_runtime
-from dmuon.muon import local
+from dmuon.parameter import local
 from dmuon.selection import clean_name
 from tests.distributed import foreign_models as fm
 from tests.distributed.foreign_models import Case

@@ -1,7 +1,10 @@
 """What the launcher decides before it starts anything."""
 
+import os
+
 import pytest
 
+from dmuon_titan import launch
 from dmuon_titan.devices import Gpu
 from dmuon_titan.errors import ConfigError
 from dmuon_titan.launch import job_world, read_nodes
@@ -60,3 +63,22 @@ def test_ranks_on_the_cpu_share_the_memory_of_the_machine() -> None:
     assert one.device_type == "cpu"
     assert one.device_memory_bytes is not None
     assert four.device_memory_bytes == one.device_memory_bytes // 4
+
+
+@pytest.mark.parametrize(
+    ("set_before", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_segments_grow_on_gpus_unless_the_user_says_otherwise(
+    set_before: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_torch_has_no_cuda", lambda: False)
+    monkeypatch.setattr(os, "environ", dict(set_before))
+    launch._prepare_environment(Nodes(1), [Gpu("NVIDIA H200", 1 << 40)])
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    launch._prepare_environment(Nodes(1), [])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
