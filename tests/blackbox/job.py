@@ -60,6 +60,7 @@ class Job:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=_hear_interrupts,
             )
 
     def wait_for(self, pattern: str, *, timeout_s: float = 120) -> None:
@@ -158,3 +159,8 @@ def _stands_still(pid: int) -> bool:
     except OSError:
         return True
     return state in "TtZX"
+
+
+def _hear_interrupts() -> None:
+    """A shell has its background jobs ignore SIGINT, and what ignores it when it starts goes on doing so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
