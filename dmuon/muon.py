@@ -188,7 +188,7 @@ class Muon(torch.optim.Optimizer):
     def _heeds_found_inf(self, work: list[Batch], cut: list[Cut]) -> bool:
         """Whether all that runs reads `found_inf` itself."""
         return not any(params for _, params in cut) and all(
-            self._fused.can_take(self._plan(batch), batch.pieces) for batch in work
+            self._fused.can_take(batch.plan, batch.pieces) for batch in work
         )
 
     def _muon_step(self, work: list[Batch], cut: list[Cut], found_inf: Tensor | None) -> None:
@@ -264,8 +264,10 @@ class Muon(torch.optim.Optimizer):
             if group["kind"] == MUON:
                 due = [self._dedicated[param] for param in group["params"] if grad_of(param) is not None]
                 pieces = [(param, piece) for param in due for piece in self._pieces(param, grad_of(param.master))]
-                for batch in batches([piece.master.shape for _, piece in pieces]):
-                    found.append(Batch(group, *zip(*(pieces[index] for index in batch), strict=True)))
+                for indices in batches([piece.master.shape for _, piece in pieces]):
+                    params, parts = zip(*(pieces[index] for index in indices), strict=True)
+                    plan = self._fused.plan([piece.master.shape for piece in parts], parts[0].master.device, group)
+                    found.append(Batch(group, plan, params, parts))
         order = {param: place for place, param in enumerate(self._dedicated.values())}
         return sorted(found, key=lambda batch: order[batch.params[0]])
 
@@ -275,11 +277,7 @@ class Muon(torch.optim.Optimizer):
 
     def newton_schulz_plan(self) -> list[str]:
         """A line about each batch of matrices that this rank updates, if all have gradients; cut ones are not in it."""
-        return [str(self._plan(batch)) for batch in self._batches(_if_held)]
-
-    def _plan(self, batch: Batch) -> BatchPlan:
-        master = batch.pieces[0].master
-        return self._fused.plan([piece.master.shape for piece in batch.pieces], master.device, batch.group)
+        return [str(batch.plan) for batch in self._batches(_if_held)]
 
     def _pieces(self, param: DedicatedParameter, grad: Tensor | None) -> Iterator[Piece]:
         """A parameter's matrices, or stacks of them of which none is larger than a batch may be; none of a cut one."""
@@ -292,10 +290,10 @@ class Muon(torch.optim.Optimizer):
             sizes = stack_sizes(views[0].shape)
             yield from (Piece(*parts) for parts in zip(*(view.split(sizes) for view in views), strict=True))
 
-    @annotated(lambda self, batch, _: "dmuon::newton_schulz " + "x".join(map(str, self._plan(batch).shape)))
+    @annotated(lambda _self, batch, _found_inf: "dmuon::newton_schulz " + "x".join(map(str, batch.plan.shape)))
     def _update(self, batch: Batch, found_inf: Tensor | None) -> bool:
         """Returns whether compute copies were renewed with the masters."""
-        plan, pieces = self._plan(batch), batch.pieces
+        plan, pieces = batch.plan, batch.pieces
         scale = lr_scale(batch.group["adjust_lr_fn"], pieces[0].master.shape)
         if self._fused.can_take(plan, pieces):
             self._fused(plan, pieces, batch.group, scale, found_inf)
@@ -312,6 +310,7 @@ class Batch(NamedTuple):
     """Matrices of one shape that are updated together: pieces, and the parameter of each."""
 
     group: dict[str, Any]
+    plan: BatchPlan
     params: Sequence[DedicatedParameter]
     pieces: Sequence[Piece]
 

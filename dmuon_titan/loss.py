@@ -24,12 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dmuon.torch_internals import foreach_mul_
 from dmuon_titan.config.schema import JobConfig, Parallelism
+from dmuon_titan.memory import LOGITS_AT_ONCE
 
 IGNORE_INDEX = -100
 """Label of a token that is no target."""
-
-# Logits that are worked on at once: 2 GiB of them in half precision on a GPU, 256 MiB in float32 on a CPU.
-LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**26}
 
 Losses = tuple[Tensor, Tensor]
 """The loss times a scale, to be differentiated, and the loss itself; both 0-dim and float32."""

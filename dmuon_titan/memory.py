@@ -21,8 +21,9 @@ _FP32 = 4
 _ORTHOGONALIZED_AT_ONCE = 2**26
 _ORTHOGONALIZATION_BYTES = 4
 _MOST_OWNERS = 8  # of one matrix
-# Logits that the loss works on at once, as dmuon_titan.loss has it; of vocabularies that are cut, the CPU's.
-_LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**26}
+LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**26}
+"""Logits that the loss works on at once: 2 GiB of them in half precision on a GPU, 256 MiB in float32 on a CPU. Of
+vocabularies that are cut over ranks the CPU's number everywhere."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def _loss_bytes(config: JobConfig, size: LlamaSize, tp: int, device_type: str) -
     compiled = config.compile.enable and "loss" in config.compile.components
     if tp > 1:
         num_logits //= 1 if config.parallelism.disable_loss_parallel else tp
-        return 2 * copy * num_logits + (0 if compiled else 3 * _FP32 * min(num_logits, _LOGITS_AT_ONCE["cpu"]))
-    chunk = min(num_logits, _LOGITS_AT_ONCE[device_type])
+        return 2 * copy * num_logits + (0 if compiled else 3 * _FP32 * min(num_logits, LOGITS_AT_ONCE["cpu"]))
+    chunk = min(num_logits, LOGITS_AT_ONCE[device_type])
     weight_gradient = (copy if chunk == num_logits else _FP32) * size.vocab_size * size.dim
     return (copy + (0 if compiled else _FP32)) * chunk + weight_gradient + copy * num_tokens * size.dim
 

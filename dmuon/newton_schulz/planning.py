@@ -132,15 +132,16 @@ def stack_sizes(shape: torch.Size) -> list[int]:
 def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
     """Indices of stacks [B, M, N] with equal matrices together, in order."""
     by_shape: dict[tuple[int, ...], list[list[int]]] = {}
+    held: dict[tuple[int, ...], tuple[int, int]] = {}  # FLOPs and elements of the last batch of a shape
     for index, shape in enumerate(shapes):
-        found = by_shape.setdefault(tuple(shape[-2:]), [[]])
-        held = [shapes[held_index] for held_index in found[-1]]
-        if held and (
-            sum(map(newton_schulz_flops, held)) >= _BUSY_FLOPS
-            or sum(map(math.prod, held)) + math.prod(shape) > _MAX_BATCH_NUMEL
-        ):
+        matrix, numel = tuple(shape[-2:]), shape.numel()
+        found = by_shape.setdefault(matrix, [[]])
+        held_flops, held_numel = held.get(matrix, (0, 0))
+        if found[-1] and (held_flops >= _BUSY_FLOPS or held_numel + numel > _MAX_BATCH_NUMEL):
             found.append([])
+            held_flops = held_numel = 0
         found[-1].append(index)
+        held[matrix] = held_flops + newton_schulz_flops(shape), held_numel + numel
     return [batch for group in by_shape.values() for batch in group]
 
 

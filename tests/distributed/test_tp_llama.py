@@ -19,7 +19,8 @@ from dmuon.torch_internals import group_timeout, set_group_timeout
 from dmuon_titan.checkpoint import Checkpointer, Start, TrainState
 from dmuon_titan.checkpoint.folder import examine
 from dmuon_titan.config.schema import JobConfig, Optimizer, Parallelism, build
-from dmuon_titan.loss import IGNORE_INDEX, LOGITS_AT_ONCE, build_loss, cross_entropy_sum, loss_context
+from dmuon_titan.loss import IGNORE_INDEX, build_loss, cross_entropy_sum, loss_context
+from dmuon_titan.memory import LOGITS_AT_ONCE
 from dmuon_titan.mesh import ParallelMesh, build_mesh
 from dmuon_titan.optimizer import build_optimizer
 from dmuon_titan.parallelize import build_model

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmuon_titan.config import JobConfig, load_config
-from dmuon_titan.loss import IGNORE_INDEX, LOGITS_AT_ONCE, build_loss, cross_entropy_sum, linear_cross_entropy_sum
+from dmuon_titan.loss import IGNORE_INDEX, build_loss, cross_entropy_sum, linear_cross_entropy_sum
+from dmuon_titan.memory import LOGITS_AT_ONCE
 from models.llama.initialization import Initializer
 from models.llama.model import Llama
 from models.llama.sizes import FLAVORS
