@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from benchmarks.record import record
-from dmuon.collectives import Axis, Wait, nothing
+from dmuon.collectives import Axis, Transfer, Wait, nothing
 from dmuon.hooks import find_runtime
 
 
@@ -29,10 +30,10 @@ class SilentAxis(Axis):
         super().__init__(None)
         self.size, self.ranks = size, list(range(size))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+    def broadcast(self, transfers: Sequence[Transfer]) -> Wait:
         return nothing
 
-    def reduce(self, tensor: torch.Tensor, root: int) -> Wait:
+    def reduce(self, transfers: Sequence[Transfer]) -> Wait:
         return nothing
 
 

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.torch_internals import group_timeout
+from dmuon.torch_internals import coalesced, group_timeout
 
 Wait = Callable[[], object]
 """Returned by an asynchronous collective. NCCL: the current stream waits. Gloo: the host does."""
+
+Transfer = tuple[Tensor, int]
+"""What a broadcast fills or a reduction sums, and the index of its root on the axis."""
 
 
 def nothing() -> None:
@@ -43,7 +46,7 @@ class Axis:
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
         self.fixed_tree = False
-        self._can_average = mesh is not None and mesh.device_type == "cuda"
+        self._is_nccl = mesh is not None and mesh.device_type == "cuda"
         self.groups: list[dist.ProcessGroup] = []
         if mesh is not None and self.size > 1:
             timeout = group_timeout(mesh.get_group(), mesh.device_type)
@@ -53,29 +56,45 @@ class Axis:
             ]
             self._broadcast_group, self._reduce_group = self.groups
 
-    def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """Fills `tensor` everywhere with what index `root` of the axis holds."""
+    def broadcast(self, transfers: Sequence[Transfer]) -> Wait:
+        """Fills each tensor everywhere with what its root holds."""
         if self.size == 1:
             return nothing
-        work = dist.broadcast(tensor, self.ranks[root], group=self._broadcast_group, async_op=True)
-        assert work is not None
-        return work.wait
+        group = self._broadcast_group
+
+        def issue(tensor: Tensor, root: int) -> dist.Work | None:
+            return dist.broadcast(tensor, self.ranks[root], group=group, async_op=True)
+
+        return self._together(group, transfers, issue)
 
     @property
     def averages(self) -> bool:
         """Whether `reduce` divides by the size of the axis, as NCCL does on the way."""
-        return self._can_average and not self.fixed_tree
+        return self._is_nccl and not self.fixed_tree
 
-    def reduce(self, tensor: Tensor, root: int) -> Wait:
-        """Sums `tensor` into index `root`, or averages it; elsewhere it holds anything afterwards."""
+    def reduce(self, transfers: Sequence[Transfer]) -> Wait:
+        """Sums each tensor into its root, or averages it; elsewhere it holds anything afterwards."""
         if self.size == 1:
             return nothing
         if self.fixed_tree:
-            return self._reduce_by_tree(tensor, root)
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        work = dist.reduce(tensor, self.ranks[root], op=op, group=self._reduce_group, async_op=True)
-        assert work is not None
-        return work.wait
+            return all_of([self._reduce_by_tree(tensor, root) for tensor, root in transfers])
+        group, op = self._reduce_group, dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+
+        def issue(tensor: Tensor, root: int) -> dist.Work | None:
+            return dist.reduce(tensor, self.ranks[root], op=op, group=group, async_op=True)
+
+        return self._together(group, transfers, issue)
+
+    def _together(
+        self, group: dist.ProcessGroup, transfers: Sequence[Transfer], issue: Callable[[Tensor, int], dist.Work | None]
+    ) -> Wait:
+        """By NCCL in one kernel, so that what goes to this rank and what leaves it travel at a time."""
+        if self._is_nccl and len(transfers) > 1:
+            with coalesced(group, transfers[0][0].device) as manager:
+                for tensor, root in transfers:
+                    issue(tensor, root)
+            return manager.wait
+        return all_of([_wait_of(issue(tensor, root)) for tensor, root in transfers])
 
     def _reduce_by_tree(self, tensor: Tensor, root: int) -> Wait:
         parts = [torch.empty_like(tensor) for _ in self.ranks] if self.index == root else None
@@ -96,8 +115,7 @@ class Axis:
         if self.fixed_tree:
             return self._all_reduce_by_tree(tensor)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
-        assert work is not None
-        return work.wait
+        return _wait_of(work)
 
     def _all_reduce_by_tree(self, tensor: Tensor) -> Wait:
         parts = [torch.empty_like(tensor) for _ in self.ranks]
@@ -120,8 +138,7 @@ class Axis:
         work = dist.all_to_all_single(
             received, tensor, list(receive_sizes), list(send_sizes), group=self._broadcast_group, async_op=True
         )
-        assert work is not None
-        return received, work.wait
+        return received, _wait_of(work)
 
 
 class DataParallelAxes:
@@ -152,6 +169,21 @@ class DataParallelAxes:
 
     def use_fixed_tree(self) -> None:
         self.shard.fixed_tree = self.replicate.fixed_tree = True
+
+
+def _wait_of(work: dist.Work | None) -> Wait:
+    assert work is not None
+    return work.wait
+
+
+def all_of(waits: Sequence[Wait]) -> Wait:
+    """The wait for all of them."""
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
 
 
 class Lane:

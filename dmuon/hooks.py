@@ -306,15 +306,13 @@ class Runtime:
         if self.has_copies:
             self.reshard()
             for unit in self.forward_order:
-                for section in unit.sections:
-                    section.publish()
+                unit.publish()
 
     def wait_publish(self) -> None:
         """Afterwards no collective reads or writes any weights."""
         self.reshard()
         for unit in self.units:
-            for section in unit.sections:
-                section.wait_publish()
+            unit.wait_publish()
 
 
 def attach_runtime(model: nn.Module, runtime: Runtime) -> None:

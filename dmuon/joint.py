@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from dmuon.assignment import Owner
-from dmuon.collectives import DataParallelAxes, Wait
+from dmuon.collectives import DataParallelAxes
 from dmuon.joint_assignment import members
 from dmuon.parameter import DedicatedParameter, Member, Slice
 from dmuon.section import Section
@@ -126,7 +126,7 @@ class StripSection(Section):
     def set_gathered(self, flat: Tensor) -> None:
         self._gathered = flat.data
 
-    def _broadcast(self) -> Wait:
+    def outgoing(self) -> Tensor:
         if self.compute is not None:
             self._gathered.copy_(self.compute)
-        return self.axes.shard.broadcast(self._gathered, self.owner.shard)
+        return self._gathered

@@ -46,5 +46,5 @@ class Publication:
 
     def _publish_next(self) -> None:
         unit = self._units.pop()
-        for section in unit.sections:  # of a strip no part was counted, so that it is renewed here
-            section.publish(renewed=all(0 < self._parts[p] == self._copied[p] for p in section.params))
+        # Of a strip no part is counted, so that it is renewed with the rest.
+        unit.publish(renewed={s for s in unit.sections if all(0 < self._parts[p] == self._copied[p] for p in s.params)})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.annotation import annotate
-from dmuon.collectives import Wait, nothing
+from dmuon.collectives import Axis, DataParallelAxes, Transfer, Wait, nothing
 from dmuon.parameter import Member
 from dmuon.section import ALIGNMENT, Section, aligned
 from dmuon.torch_internals import foreach_copy_
@@ -75,17 +75,17 @@ class Reduction:
         self,
         name: str,
         sections: Sequence[Section],
+        axes: DataParallelAxes,
         sent: GradientLayout,
         owned: GradientLayout,
         grads: dict[Member, Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """`name`, `sections`: the unit's; `sent` and `owned`: the layouts of those owned elsewhere and here."""
+        """`name`, `sections`, `axes`: the unit's; `sent` and `owned`: the layouts of those owned elsewhere and here."""
         self._name, self._used = name, grads.keys()
-        self._waits: list[Wait] = []
+        self._reduced_factor = axes.reduced_factor
         # Kept until the end: what the first stage gathers is read on another stream or thread.
         self._buffers: list[Tensor] = []
-        self._first_stages: list[Wait] = []
         parts: dict[Section, Tensor] = {}
         for layout in (sent, owned):
             if layout.sections:
@@ -95,25 +95,19 @@ class Reduction:
                 self._buffers.append(buffer)
         self._owned = {section: parts[section] for section in owned.sections}
         with annotate(f"dmuon::reduce {name}"):
-            for section in sections:  # in one order on all ranks
-                self._start(section, parts[section])
-
-    def _start(self, section: Section, buffer: Tensor) -> None:
-        axes = section.axes
-        wait = axes.shard.reduce(buffer, section.owner.shard)
-        if axes.replicate.size > 1:
-            self._first_stages.append(wait)
-            along_column = partial(_reduce_along_column, wait, section, buffer)
-            wait = along_column() if axes.reduce_lane is None else axes.reduce_lane.run(along_column)
-        self._waits.append(wait)
+            wait = self._over_shard = axes.shard.reduce([(parts[s], s.owner.shard) for s in sections])
+            if axes.replicate.size > 1:
+                columns = [(parts[section], section.owner.replicate) for section in sections if section.in_column]
+                along_columns = partial(_reduce_after, wait, axes.replicate, columns)
+                wait = along_columns() if axes.reduce_lane is None else axes.reduce_lane.run(along_columns)
+        self._wait: Wait | None = wait
 
     def wait(self) -> None:
         """Both stages are over and the buffers are nobody else's; an owner's hold `reduced_factor` times the mean."""
-        if self._waits:
+        if self._wait is not None:
             with annotate(f"dmuon::wait reduce {self._name}"):
-                for wait in self._waits:
-                    wait()
-            self._waits = []
+                self._wait()
+            self._wait = None
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -126,13 +120,14 @@ class Reduction:
                 flags = _used_by_any(section, buffer)
                 params = [p for p, used in zip(params, flags, strict=True) if used or p in self._used]
             mean = buffer.float()
-            if section.axes.reduced_factor != 1:
-                mean.div_(section.axes.reduced_factor)
+            if self._reduced_factor != 1:
+                mean.div_(self._reduced_factor)
             for param in params:
                 if not param.master.requires_grad:
                     continue
                 param.add_gradient(param.view(mean))
-        self._buffers, self._first_stages, self._owned = [], [], {}
+        self._buffers, self._owned = [], {}
+        self._over_shard = nothing
 
 
 def _used_by_any(section: Section, buffer: Tensor) -> list[bool]:
@@ -141,6 +136,6 @@ def _used_by_any(section: Section, buffer: Tensor) -> list[bool]:
     return [flag > 0 for flag in flags[: len(section.params)]] if flags else [False] * len(section.params)
 
 
-def _reduce_along_column(over_shard: Wait, section: Section, buffer: Tensor) -> Wait:
+def _reduce_after(over_shard: Wait, axis: Axis, transfers: Sequence[Transfer]) -> Wait:
     over_shard()
-    return section.axes.replicate.reduce(buffer, section.owner.replicate) if section.in_column else nothing
+    return axis.reduce(transfers)

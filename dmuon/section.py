@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from dmuon.annotation import annotate
 from dmuon.assignment import Owner
-from dmuon.collectives import DataParallelAxes, Wait, nothing
+from dmuon.collectives import DataParallelAxes
 from dmuon.parameter import Member
 
 # Starts of parameters in a buffer, in elements: 16 bytes in half precision, what matrix kernels and TMA ask for.
@@ -38,7 +36,7 @@ class Section:
         self, name: str, owner: Owner, params: Sequence[Member], axes: DataParallelAxes, device: torch.device
     ) -> None:
         self.name = name
-        self.owner, self.params, self.axes, self.device = owner, list(params), axes, device
+        self.owner, self.params, self.device = owner, list(params), device
         self.in_column = axes.shard.index == owner.shard
         self.is_owner = self.in_column and axes.replicate.index == owner.replicate
         self.numel = 0
@@ -52,7 +50,6 @@ class Section:
             self.masters = torch.zeros(self.numel, dtype=torch.float32, device=device)
         for param in self.params:
             param.set_master(None if self.masters is None else param.view(self.masters))
-        self._publish: Wait | None = None
 
     def set_compute(self, flat: Tensor) -> None:
         """Makes [numel] elements in `param_dtype` the compute copy, and its parts the leaves that autograd sees."""
@@ -70,20 +67,10 @@ class Section:
         """`flat`: [numel] elements of such memory, in `param_dtype`."""
         self.set_compute(flat)
 
-    def unshard(self) -> Wait:
-        """Starts filling `compute`. In the column it waits for what was published first, without holding up compute."""
-        publish, self._publish = self._publish, None
-        if self.axes.unshard_lane is None:
-            return publish or self._broadcast()
-        return self.axes.unshard_lane.run(partial(self._broadcast_after, publish or nothing))
-
-    def _broadcast_after(self, wait: Wait) -> Wait:
-        wait()
-        return self._broadcast()
-
-    def _broadcast(self) -> Wait:
+    def outgoing(self) -> Tensor:
+        """What travels along a row: all of it at its root, elsewhere where it arrives."""
         assert self.compute is not None
-        return self.axes.shard.broadcast(self.compute, self.owner.shard)
+        return self.compute
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
@@ -95,18 +82,3 @@ class Section:
     def compute_is_master(self) -> bool:
         """Owner and float32: one storage serves as both."""
         return self.is_owner and self.compute is not None and self.compute.dtype == torch.float32
-
-    def publish(self, *, renewed: bool = False) -> None:
-        """Renews the owner's compute copy, unless it is `renewed`, and starts sending it along the owner column."""
-        if not renewed:
-            self.refresh_compute()
-        if self.in_column and self.axes.replicate.size > 1:
-            assert self.compute is not None
-            with annotate(f"dmuon::publish {self.name}"):
-                self._publish = self.axes.replicate.broadcast(self.compute, self.owner.replicate)
-
-    def wait_publish(self) -> None:
-        if self._publish is not None:
-            with annotate(f"dmuon::wait publish {self.name}"):
-                self._publish()
-            self._publish = None

@@ -1,20 +1,22 @@
 """One hook boundary: the dedicated parameters of, usually, one transformer block, and their buffers.
 
 A unit's parameters are grouped by owner into sections. A section is the grain of every collective: one flat buffer,
-broadcast from its owner before use, and one flat gradient, reduced to its owner after use.
+broadcast from its owner before use, and one flat gradient, reduced to its owner after use. Those of a unit go out
+together.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.annotation import annotate
-from dmuon.collectives import DataParallelAxes, Wait
+from dmuon.collectives import DataParallelAxes, Wait, nothing
 from dmuon.joint import JointParameter, StripSection
 from dmuon.parameter import DedicatedParameter
 from dmuon.reduction import GradientLayout, Reduction
@@ -46,7 +48,7 @@ class Unit:
         axes: DataParallelAxes,
         device: torch.device,
     ) -> None:
-        self.name, self.boundaries, self.params = name, list(boundaries), list(params)
+        self.name, self.boundaries, self.params, self.axes = name, list(boundaries), list(params), axes
         self.sections = _sections(name, params, axes, device)
         self._owned = GradientLayout([section for section in self.sections if section.is_owner])
         self._sent = GradientLayout([section for section in self.sections if not section.is_owner])
@@ -55,7 +57,8 @@ class Unit:
         # One storage for all that this rank computes with and does not keep, without memory unless unsharded.
         self._away: torch.UntypedStorage | None = None
         self._away_bytes = 0
-        self._waits: list[Wait] = []
+        self._wait: Wait | None = None
+        self._published: Wait | None = None
         self._grads: dict[DedicatedParameter, Tensor] = {}
         self._accumulated: dict[DedicatedParameter, Tensor] = {}
         for param in self.params:
@@ -101,14 +104,41 @@ class Unit:
             if self._away is not None:
                 self._away.resize_(self._away_bytes)
             with annotate(f"dmuon::unshard {self.name}"):
-                self._waits = [section.unshard() for section in self.sections]
+                self._wait = self._start_unshard()
             self.state = UnitState.UNSHARDING
+
+    def _start_unshard(self) -> Wait:
+        """In the columns it waits for what was published first, without holding up compute."""
+        published, self._published = self._published or nothing, None
+        if self.axes.unshard_lane is not None:
+            return self.axes.unshard_lane.run(partial(self._broadcast_after, published))
+        return published if self.axes.shard.size == 1 else self._broadcast_after(published)
+
+    def _broadcast_after(self, wait: Wait) -> Wait:
+        wait()
+        return self.axes.shard.broadcast([(section.outgoing(), section.owner.shard) for section in self.sections])
+
+    def publish(self, *, renewed: Collection[Section] = ()) -> None:
+        """Renews the compute copies of owners, but for those `renewed`, and sends them along their columns."""
+        for section in self.sections:
+            if section not in renewed:
+                section.refresh_compute()
+        columns = [(s.compute, s.owner.replicate) for s in self.sections if s.in_column and s.compute is not None]
+        if self.axes.replicate.size > 1 and columns:
+            with annotate(f"dmuon::publish {self.name}"):
+                self._published = self.axes.replicate.broadcast(columns)
+
+    def wait_publish(self) -> None:
+        if self._published is not None:
+            with annotate(f"dmuon::wait publish {self.name}"):
+                self._published()
+            self._published = None
 
     def wait_unshard(self) -> None:
         """Makes the compute parameters usable and registers them."""
         self.unshard()
         if self.state is UnitState.UNSHARDING:
-            self._finish_broadcasts()
+            self._finish_unshard()
             for param in self.params:
                 # A person freezes what the module shows outside of forward.
                 if param.compute.requires_grad != param.master.requires_grad:
@@ -121,19 +151,18 @@ class Unit:
         if self.state is UnitState.SHARDED:
             return
         # A storage must not be freed while a prefetched broadcast still writes to it.
-        self._finish_broadcasts()
+        self._finish_unshard()
         for param in self.params:
             param.register(param.master)
         if self._away is not None:
             self._away.resize_(0)
         self.state = UnitState.SHARDED
 
-    def _finish_broadcasts(self) -> None:
-        if self._waits:
+    def _finish_unshard(self) -> None:
+        if self._wait is not None:
             with annotate(f"dmuon::wait unshard {self.name}"):
-                for wait in self._waits:
-                    wait()
-            self._waits = []
+                self._wait()
+            self._wait = None
 
     @property
     def is_trainable(self) -> bool:
@@ -150,7 +179,7 @@ class Unit:
         for param, grad in grads.items():
             kept[param] = kept[param].add_(grad) if param in kept else grad
         by_owner = dict(part for param, grad in kept.items() for part in param.by_owner(grad))
-        return Reduction(self.name, self.sections, self._sent, self._owned, by_owner, self.reduce_dtype)
+        return Reduction(self.name, self.sections, self.axes, self._sent, self._owned, by_owner, self.reduce_dtype)
 
     @torch.no_grad()
     def keep_gradients(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
-from dmuon.collectives import Axis, Wait
+from dmuon.collectives import Axis, Transfer, Wait
 from dmuon.hooks import find_runtime
 from dmuon.parameter import local
 from dmuon.reference import ReferenceMuon
@@ -140,9 +140,9 @@ def train(
 def delay_broadcasts(axis: Axis) -> None:
     broadcast = axis.broadcast
 
-    def late(tensor: Tensor, root: int) -> Wait:
+    def late(transfers: Sequence[Transfer]) -> Wait:
         time.sleep(0.005)
-        return broadcast(tensor, root)
+        return broadcast(transfers)
 
     axis.broadcast = late  # type: ignore[method-assign]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
 from dmuon.adamw import init_adamw_state
-from dmuon.collectives import Axis, Wait, nothing
+from dmuon.collectives import Axis, Transfer, Wait, nothing
 from dmuon.hooks import find_runtime
 from dmuon.unit import Unit, UnitState
 from tests.distributed import models
@@ -261,10 +261,10 @@ class Recorder:
     def _record_publishes(self, axis: Axis) -> None:
         broadcast = axis.broadcast
 
-        def recording(tensor: torch.Tensor, root: int) -> Wait:
-            unit = self._unit_of[tensor.data_ptr()]
+        def recording(transfers: Sequence[Transfer]) -> Wait:
+            (unit,) = {self._unit_of[tensor.data_ptr()] for tensor, _ in transfers}
             self("publish", unit)
-            wait = broadcast(tensor, root)
+            wait = broadcast(transfers)
 
             def recorded() -> None:
                 self("wait", unit)
@@ -324,14 +324,14 @@ def late(
     if dist.get_rank() == delayed_rank:
         broadcast = axis.broadcast
 
-        def delayed(tensor: torch.Tensor, root: int) -> Wait:
+        def delayed(transfers: Sequence[Transfer]) -> Wait:
             time.sleep(0.01)
-            return broadcast(tensor, root)
+            return broadcast(transfers)
 
         axis.broadcast = delayed  # type: ignore[method-assign]
     elif not wait:
         publish = axis.broadcast
-        axis.broadcast = lambda tensor, root: (publish(tensor, root), nothing)[1]  # type: ignore[method-assign]
+        axis.broadcast = lambda transfers: (publish(transfers), nothing)[1]  # type: ignore[method-assign]
     seen = []
     for index in range(3):
         tokens, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in models.batch(index))
