@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dmuon.accumulate import discard_accumulated
 from dmuon.adamw import adamw_step, init_adamw_state, is_due
 from dmuon.annotation import annotated
+from dmuon.aside import Aside
 from dmuon.hooks import find_runtime, reshard
 from dmuon.newton_schulz import Coefficients, resolve_dtype
 from dmuon.newton_schulz.planning import BatchPlan, batches, choose_kernel, stack_sizes
@@ -133,6 +134,7 @@ class Muon(torch.optim.Optimizer):
         self._groups_are_final = True
         # So that a kernel that can't run is reported before training, and by rank 0 even if it owns no matrix.
         device = next((param.device for param in model.parameters() if param.device.type != "meta"), None)
+        self._aside = Aside(device.type if device is not None else "cpu")
         for group in self.param_groups:
             if group["kind"] == MUON and device is not None:
                 choose_kernel(ns_kernel, device, resolve_dtype(group["ns_dtype"], device))
@@ -176,11 +178,12 @@ class Muon(torch.optim.Optimizer):
                 self._runtime.publish()  # the same transfers as on ranks whose devices decide
                 return loss
             found_inf = None
+        with self._aside():
+            for group in self.param_groups:
+                if group["kind"] == ADAMW:
+                    adamw_step(group, self.state, found_inf)
         self._muon_step(work, cut, found_inf)
-        # Beside it what was published travels.
-        for group in self.param_groups:
-            if group["kind"] == ADAMW:
-                adamw_step(group, self.state, found_inf)
+        self._aside.join()
         if not self._replicate_async:
             self._runtime.wait_publish()
         return loss
