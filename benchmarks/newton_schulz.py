@@ -30,7 +30,7 @@ from torch.optim import _muon as torch_muon
 
 from benchmarks.record import record
 from dmuon.assignment import assign, newton_schulz_flops
-from dmuon.muon import Muon, batches, lr_scale
+from dmuon.muon import Batch, Muon, batches, lr_scale
 from dmuon.newton_schulz import iterate, orthogonalize
 from dmuon.newton_schulz.coefficients import KELLER_JORDAN, resolve
 from dmuon.newton_schulz.planning import BatchPlan
@@ -134,14 +134,11 @@ def measure_case(shape: Shape, dtype: str, rounds: int) -> dict[str, Any]:
 def measure_share(dtype: str, rounds: int) -> dict[str, Any]:
     """What the most loaded of 8 ranks owns of Llama 8B's 32 blocks: Newton-Schulz, and the whole step."""
     format_ = getattr(torch, dtype)
-    shapes = share_shapes()
-    grouped = [[(1, *shapes[index]) for index in batch] for batch in batches([torch.Size(s) for s in shapes])]
-    pieces = [[Piece(*(torch.randn(s, device="cuda") for _ in range(3))) for s in batch] for batch in grouped]
-    copies = [torch.empty_like(piece.master, dtype=torch.bfloat16) for batch in pieces for piece in batch]
-    masters = [piece.master for batch in pieces for piece in batch]
     fused, plain = FusedUpdates("auto"), FusedUpdates("torch")
-    group = {**GROUP, "ns_dtype": dtype}
-    plans = [fused.plan(batch, torch.device("cuda"), group) for batch in grouped]
+    work = share(fused, dtype)
+    by_torch = [batch._replace(plan=_plan(plain, batch.group, batch.pieces)) for batch in work]
+    pieces = [piece for batch in work for piece in batch.pieces]
+    plans = [batch.plan for batch in work]
     # A buffer for each batch, so that all can be filled before the clock starts; graphs have their own.
     own = FusedUpdates("auto")
     sources = [(torch.randn(plan.shape, device="cuda") / plan.shape[1] ** 0.5 / 100).to(format_) for plan in plans]
@@ -154,21 +151,18 @@ def measure_share(dtype: str, rounds: int) -> dict[str, Any]:
         for plan, source in zip(plans, sources, strict=True):
             own.execution.input(plan, TRIPLES, source.device).copy_(source)
 
-    stub: Any = SimpleNamespace(_fused=fused)
-
-    def step(updates: FusedUpdates) -> None:
-        optimizer: Any = SimpleNamespace(_fused=updates)
-        for batch in pieces:
-            Muon._update(optimizer, batch, group)
-        torch._foreach_copy_(copies, masters)
+    def torch_kernel_step() -> None:
+        update(plain, by_torch)
+        for piece in pieces:
+            assert piece.compute is not None
+            piece.compute.copy_(piece.master)
 
     works: dict[str, Callable[[], object]] = {
         "with_copies_ms": newton_schulz,
         "copies_ms": copying,
-        "step_ms": lambda: step(fused),
-        "step_without_copy_ms": lambda: [Muon._update(stub, batch, group) for batch in pieces],
-        "torch_kernel_step_ms": lambda: step(plain),
-        "torch_optim_ms": lambda: [torch_optim(piece.grad[0]) for batch in pieces for piece in batch],
+        "step_ms": lambda: update(fused, work),
+        "torch_kernel_step_ms": torch_kernel_step,
+        "torch_optim_ms": lambda: [torch_optim(piece.grad[0]) for piece in pieces],
         "peak_ms": peak(format_),
     }
     times = take_turns(works, rounds, {})
@@ -184,6 +178,33 @@ def measure_share(dtype: str, rounds: int) -> dict[str, Any]:
         "step_over_newton_schulz": summary["step_ms"] / summary["ms"],
         **summary,
     }
+
+
+def share(updates: FusedUpdates, dtype: str) -> list[Batch]:
+    """What that rank updates in a step, with random gradients."""
+    shapes = share_shapes()
+    group = {**GROUP, "ns_dtype": dtype}
+    found = []
+    for indices in batches([torch.Size((1, *shape)) for shape in shapes]):
+        pieces = [_random_piece(shapes[index]) for index in indices]
+        found.append(Batch(group, _plan(updates, group, pieces), [], pieces))
+    return found
+
+
+def _random_piece(shape: Sequence[int]) -> Piece:
+    master, grad, momentum = (torch.randn(1, *shape, device="cuda") for _ in range(3))
+    return Piece(master, grad, momentum, torch.empty_like(master, dtype=torch.bfloat16))
+
+
+def _plan(updates: FusedUpdates, group: dict[str, Any], pieces: Sequence[Piece]) -> BatchPlan:
+    return updates.plan([piece.master.shape for piece in pieces], pieces[0].master.device, group)
+
+
+def update(updates: FusedUpdates, work: Sequence[Batch]) -> None:
+    """As `dmuon.Muon.step` does."""
+    optimizer: Any = SimpleNamespace(_fused=updates)
+    for batch in work:
+        Muon._update(optimizer, batch, None)
 
 
 def share_shapes() -> list[tuple[int, ...]]:
@@ -300,18 +321,13 @@ def measure_first_use() -> dict[str, float]:
 
 def first_use() -> None:
     """Prints how long the share's first two steps take in this process."""
-    shapes = share_shapes()
-    group = {**GROUP, "ns_dtype": "float16"}
     updates = FusedUpdates("auto")
-    optimizer: Any = SimpleNamespace(_fused=updates)
-    grouped = [[shapes[index] for index in batch] for batch in batches([torch.Size(s) for s in shapes])]
-    pieces = [[Piece(*(torch.randn(1, *s, device="cuda") for _ in range(3))) for s in batch] for batch in grouped]
+    work = share(updates, "float16")
     torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(2):
-        for batch in pieces:
-            Muon._update(optimizer, batch, group)
+        update(updates, work)
         torch.cuda.synchronize()
     print(time.perf_counter() - started)
 
