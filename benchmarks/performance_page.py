@@ -91,11 +91,11 @@ def step_time() -> str:
 
 def training_speed() -> str:
     """The harness beside TorchTitan."""
-    name = "training_speed_h200.json"
-    (line,) = _lines(name)
+    name = "training_speed_h200.jsonl"
+    lines = _lines(name)
     rows = [
         (
-            case["name"],
+            f"{case['name']}, {line['commit'][:7]}",
             f"{case['tokens_per_s']:,.0f}",
             f"{case['measured_mfu']:.1f} %",
             f"{case['mfu']:.1f} %",
@@ -103,10 +103,11 @@ def training_speed() -> str:
             f"{case['measured_gib']:.1f}",
             f"{case['reserved_gib']:.1f}",
         )
+        for line in lines
         for case in line["cases"]
     ]
-    header = ("job", "tokens/s/GPU", "MFU", "TorchTitan", "ratio", "reserved GiB", "TorchTitan")
-    return _table(header, rows, [(name, line)])
+    header = ("job, commit", "tokens/s/GPU", "MFU", "TorchTitan", "ratio", "reserved GiB", "TorchTitan")
+    return _table(header, rows, [(name, lines[0])])
 
 
 def publish() -> str:

@@ -18,6 +18,7 @@ one JSON line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -38,7 +39,7 @@ from dmuon_titan.data.loader import Batch
 from dmuon_titan.memory import GIB
 from dmuon_titan.profiling.profiler import recording_begins_or_ends, settle
 from dmuon_titan.profiling.summary import Summary, summarize
-from dmuon_titan.profiling.work import STEP
+from dmuon_titan.profiling.work import is_step
 from dmuon_titan.trainer import Trainer
 
 WARMUP_STEPS = 3
@@ -179,7 +180,7 @@ class Contender:
         with torch.profiler.profile(
             activities=self._activities(),
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=num_steps + 1, repeat=1),
-            on_trace_ready=lambda profiler: found.append(summarize(_but_the_last_step(recorded_events(profiler)))),
+            on_trace_ready=lambda profiler: found.append(summarize(but_the_last_step(recorded_events(profiler)))),
         ) as profiler:
             for _ in range(num_steps + 2):
                 self.step()
@@ -194,10 +195,23 @@ class Contender:
         return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
 
 
-def _but_the_last_step(events: list[RecordedEvent]) -> list[RecordedEvent]:
-    steps = [event for event in events if event.activity == "annotation" and event.name.startswith(STEP)]
-    last = max(steps, key=lambda step: step.begin)
-    return [event for event in events if event is not last]
+def but_the_last_step(events: Sequence[RecordedEvent]) -> list[RecordedEvent]:
+    """Without the last step. On a GPU, which the host runs ahead of, a step lasts from the first kernel that it
+    launches to the first one of the next step."""
+    steps = sorted(filter(is_step, events), key=lambda step: step.begin)
+    others = list(itertools.filterfalse(is_step, events))
+    kernels = {event.correlation: event.begin for event in events if event.activity == "kernel"}
+    if not kernels:
+        return [*others, *steps[:-1]]
+    launches = [event for event in events if event.activity == "launch" and event.correlation in kernels]
+    begins = [
+        min(kernels[launch.correlation] for launch in launches if step.begin <= launch.begin < step.end)
+        for step in steps
+    ]
+    return [
+        *others,
+        *(step._replace(begin=a, end=b) for step, (a, b) in zip(steps, itertools.pairwise(begins), strict=False)),
+    ]
 
 
 # Name -> optimizer.name of the job, and what replaces the job's optimizer.

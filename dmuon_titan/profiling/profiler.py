@@ -23,6 +23,7 @@ from dmuon_titan.config.schema import Profiling
 from dmuon_titan.console import logger
 from dmuon_titan.disk import why_not_writable
 from dmuon_titan.profiling.summary import headline, page, summarize
+from dmuon_titan.profiling.work import is_step
 
 _MAX_SNAPSHOT_ENTRIES = 100_000
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
@@ -40,6 +41,7 @@ class Profiler:
         self.snapshots = options.enable_memory_snapshot and device.type == "cuda"
         if options.enable_memory_snapshot and not self.snapshots and rank == 0:
             logger.warning("profiling.enable_memory_snapshot = true: there is no GPU memory to take a snapshot of")
+        self._is_over = False
         self._profiler = self._torch_profiler() if options.enable_profiling else None
 
     @contextmanager
@@ -53,6 +55,7 @@ class Profiler:
         with self._profiler:
             yield
             self._settle()
+            self._is_over = True
 
     def step(self) -> None:
         """A training step is over."""
@@ -87,12 +90,19 @@ class Profiler:
         )
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        events = recorded_events(profiler)
+        if self._is_over:  # one step more has begun
+            last = max((e for e in events if is_step(e)), key=lambda step: step.begin, default=None)
+            events = [event for event in events if event is not last]
+        summary = summarize(events)
+        if not summary.steps:
+            return
         trace = self._path(self.options.save_traces_folder, "trace.json")
         with _dispensable(trace):
             profiler.export_chrome_trace(str(trace))
             _check_whole(trace)
             logger.info(f"wrote a profiler trace to {trace}")
-        summary, path = summarize(recorded_events(profiler)), trace.with_name(f"rank-{self.rank}_summary.txt")
+        path = trace.with_name(f"rank-{self.rank}_summary.txt")
         with _dispensable(path):
             path.write_text(f"rank {self.rank}, {page(summary, first_step=self.first_step)}")
             logger.info(f"wrote its summary to {path}: {headline(summary)}")

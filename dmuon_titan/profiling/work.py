@@ -94,12 +94,18 @@ class Work:
     num_calls: Counter[str] = field(default_factory=Counter)
 
 
+def is_step(event: RecordedEvent) -> bool:
+    """Whether it says where a step of training began and ended on the host."""
+    return event.activity == "annotation" and event.name.startswith(STEP)
+
+
 def work_in(events: Sequence[RecordedEvent]) -> Work:
     annotations = [event for event in events if event.activity == "annotation"]
+    steps = filter(is_step, annotations)
     on_gpu = any(event.activity == "kernel" for event in events)
     work = Work(
         "GPU" if on_gpu else "CPU",
-        {int(e.name.removeprefix(STEP)): (e.begin, e.end) for e in annotations if e.name.startswith(STEP)},
+        {int(step.name.removeprefix(STEP)): (step.begin, step.end) for step in steps},
         # Backward has a thread of its own, beside the one that says which phase it is.
         Labels(event._replace(thread=0) for event in annotations if event.name.startswith(PHASE)),
         Labels(event for event in annotations if event.name.startswith(_LABELS)),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.step_time import but_the_last_step
 from dmuon.torch_internals import RecordedEvent, profiler_is_running
 from dmuon_titan.config.schema import Profiling
 from dmuon_titan.profiling.intervals import difference, innermost, intersection, length, union
@@ -215,8 +216,31 @@ def test_nothing_is_on_its_way_where_a_recording_begins_or_ends(tmp_path: Path) 
     running: list[bool] = []
     profiler = Profiler(options, torch.device("cpu"), 0, 0, settle=lambda: running.append(profiler_is_running()))
     with profiler.running():
-        for _ in range(5):  # within the second recording
-            torch.ones(2).sum()
+        for _ in range(5):  # up to where the second recording begins
+            with torch.profiler.record_function("titan::forward"):
+                torch.ones(2).sum()
             profiler.step()
     assert running == [False, True, False, True]
-    assert len(list(tmp_path.glob("step-*/rank-0_trace.json"))) == 2
+    # Of the second one, in which there is no step, nothing is said.
+    assert {path.parent.name for path in tmp_path.glob("step-*/*")} == {"step-3"}
+
+
+def test_the_last_step_is_left_out_with_what_the_gpu_does_for_it() -> None:
+    """The host is a step ahead. On a CPU steps are the host's."""
+    events = [
+        note("ProfilerStep#0", 0, 10),
+        note("titan::forward", 0, 10),
+        *launched("a", 1, 2, 30),
+        note("ProfilerStep#1", 10, 20),
+        note("titan::forward", 10, 20),
+        *launched("b", 12, 30, 60),
+        *launched(BROADCAST, 13, 35, 70),
+        note("ProfilerStep#2", 20, 90),
+        note("titan::forward", 20, 90),
+        *launched("c", 21, 60, 85),
+    ]
+    summary = summarize(but_the_last_step(events))
+    assert summary.steps == {0: 28 * MS, 1: 30 * MS}
+    assert summary.computing == 58 * MS
+    assert summary.communication == {"broadcast": (25 * MS, 0)}
+    assert summarize(but_the_last_step(CPU_STEPS)).steps == {0: 50 * MS}
