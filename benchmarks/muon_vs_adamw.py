@@ -63,7 +63,7 @@ def summarize(runs: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
         of_seeds = [run["losses"] for run in runs if (run["optimizer"], run["lr"]) == (name, lr)]
         finished = all(len(losses) == num_steps for losses in of_seeds)
         final[name][lr] = mean(smoothed(losses)[-1] for losses in of_seeds) if finished else float("inf")
-    best = {name: min(final[name], key=lambda lr, name=name: final[name][lr]) for name in OPTIMIZERS}
+    best = {name: min(final[name], key=final[name].__getitem__) for name in OPTIMIZERS}
     reached = {}
     for seed in SEEDS:
         curves = {
@@ -82,7 +82,7 @@ def sweep(num_jobs: int, num_steps: int) -> dict[str, Any]:
 
     cases = list(itertools.product(OPTIMIZERS, LEARNING_RATES, SEEDS))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
-        losses = list(pool.map(lambda case: run_job(*case, num_steps, Path(folder)), cases))
+        losses = list(pool.map(lambda case: run_job(case[0], case[1], case[2], num_steps, Path(folder)), cases))
     runs = [
         {"optimizer": name, "lr": lr, "seed": seed, "losses": found}
         for (name, lr, seed), found in zip(cases, losses, strict=True)

@@ -199,8 +199,8 @@ def _check(job: tuple[str, Tiles], dtype: str) -> str:
     try:
         kernels.symmetric_product(A, A, out, tiles, **options)
         torch.cuda.synchronize()
-    except Exception as error:  # whatever the compiler or the driver says is the finding
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+    except Exception as failure:  # whatever the compiler or the driver says is the finding
+        return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:200]
     error = ((out.double() - expected).norm() / expected.norm()).item()
     return "" if error < (1e-3 if dtype == "float16" else 8e-3) else f"off by {error:.1e}"
 

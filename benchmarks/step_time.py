@@ -134,10 +134,10 @@ class Contender:
     def step(self) -> None:
         self.trainer.update(1, self.batches)
 
-    def _timed(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    def _timed(self, micro_batches: list[Batch]) -> tuple[Tensor, Tensor]:
         begin, end = (timing_event(self.device) for _ in range(2))
         begin.record()
-        found = self._forward_backward(batches)
+        found = self._forward_backward(micro_batches)
         end.record()
         self._events.append((begin, end))
         return found

@@ -135,7 +135,8 @@ def counted_collectives(axis: Axis) -> Iterator[dict[str, int]]:
         count["calls"] += 1
         return all_reduce(tensor, **kwargs)
 
-    dist.all_to_all_single, dist.all_reduce = counted_all_to_all, counted_all_reduce
+    dist.all_to_all_single = counted_all_to_all  # type: ignore[assignment]
+    dist.all_reduce = counted_all_reduce  # type: ignore[assignment]
     try:
         yield count
     finally:

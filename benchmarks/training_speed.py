@@ -65,9 +65,9 @@ COMPARED = [
     ("3B, two GPUs", "3B-untied", 2, 2, True, 54.5, 53.3),
 ]
 CASES = [
-    Case(f"{name}, {optimizer}, {option}", *job, optimizer, option, mfu, reserved_gib)
+    Case(f"{name}, {optimizer}, {option}", flavor, num_gpus, batch, compiled, optimizer, option, mfu, reserved_gib)
     for optimizer, option in (("AdamW", "op_all"), ("AdamW", "op"), ("Muon", "op_all"))
-    for name, *job, mfu, reserved_gib in COMPARED
+    for name, flavor, num_gpus, batch, compiled, mfu, reserved_gib in COMPARED
 ]
 
 
