@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from dmuon.newton_schulz.iterations import direct, gram
 from dmuon.newton_schulz.planning import BatchPlan
 
 logger = logging.getLogger(__name__)
+
+# About half of what a core has for itself, at the second level.
+_CACHE_BYTES = 1 << 20
 
 # What all graphs of one `Execution` may hold for good.
 _MOST_REPLAYED_BYTES = 1 << 30
@@ -106,9 +109,19 @@ def iterate_as_planned(plan: BatchPlan, triples: Sequence[Triple], X: Tensor, *,
 
         return symmetric.run(plan, X, triples, may_overwrite=may_overwrite)
     wide = X.shape[1] <= X.shape[2]
-    work: Callable[..., Tensor] = gram if plan.form == "gram" else direct
-    result = work(X if wide else X.mT, triples)
+    X_BMN = X if wide else X.mT
+    if plan.form == "gram":
+        result = gram(X_BMN, triples)
+    elif X.device.type == "cpu" and X.dtype == torch.float32:
+        result = torch.cat([direct(part, triples) for part in X_BMN.split(_num_in_cache(X_BMN))])
+    else:
+        result = direct(X_BMN, triples)
     return result if wide else result.mT
+
+
+def _num_in_cache(X_BMN: Tensor) -> int:
+    """How many matrices a core keeps near itself while it iterates on them: X and its successor, A and B."""
+    return max(1, _CACHE_BYTES // (4 * X_BMN[0].numel() * X_BMN.itemsize))
 
 
 def _replayed_bytes(plan: BatchPlan) -> int:

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from dmuon.newton_schulz import BACKENDS, COEFFICIENTS, orthogonalize, planning, resolve_dtype
+from dmuon.newton_schulz import BACKENDS, COEFFICIENTS, iterate, orthogonalize, planning, resolve_dtype
 from dmuon.newton_schulz.coefficients import POLAR_EXPRESS, resolve
 from dmuon.newton_schulz.iterations import direct, gram
 from dmuon.reference import orthogonalize_reference
@@ -66,6 +66,15 @@ def test_gram_and_direct_are_the_same_polynomial() -> None:
     for num_steps in (1, 2, 3, 4, 7):
         triples = resolve("polar_express", num_steps)
         torch.testing.assert_close(gram(X_BMN, triples), direct(X_BMN, triples), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_core_works_on_at_a_time_changes_no_bit(dtype: torch.dtype) -> None:
+    matrices = torch.randn(30, 96, 96).to(dtype) / 96
+    assert torch.equal(iterate(matrices, kernel="torch"), direct(matrices, resolve("polar_express", 5)))
+    larger_than_a_cache = torch.randn(2, 600, 600) / 600
+    expected = direct(larger_than_a_cache, resolve("polar_express", 5))
+    assert torch.equal(iterate(larger_than_a_cache, kernel="torch"), expected)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-10, 1.0, 1e20])
