@@ -121,7 +121,8 @@ def iterate_as_planned(plan: BatchPlan, triples: Sequence[Triple], X: Tensor, *,
 
 def _num_in_cache(X_BMN: Tensor) -> int:
     """How many matrices a core keeps near itself while it iterates on them: X and its successor, A and B."""
-    return max(1, _CACHE_BYTES // (4 * X_BMN[0].numel() * X_BMN.itemsize))
+    matrix_bytes = X_BMN.shape[1] * X_BMN.shape[2] * X_BMN.itemsize
+    return max(1, _CACHE_BYTES // max(1, 4 * matrix_bytes))
 
 
 def _replayed_bytes(plan: BatchPlan) -> int:
