@@ -136,8 +136,8 @@ def assert_same_training(run: Run, expected: Run) -> None:
     before, after, got = weights(expected, 1), weights(expected, NUM_STEPS), weights(run, NUM_STEPS)
     assert got.keys() == after.keys()
     for name, weight in after.items():
-        # Newton-Schulz lifts what is only rounding where a gradient is nearly singular.
-        allowed = (5e-5 if name.startswith("layers.") and weight.ndim == 2 else 1e-6) * weight.norm()
+        # An update by the Gram form in float32 is 1.3e-4 of its norm from float64's, and a quarter of the weights here.
+        allowed = (1e-4 if name.startswith("layers.") and weight.ndim == 2 else 1e-6) * weight.norm()
         assert (got[name] - weight).norm() <= allowed, name
         assert (before[name] - weight).norm() > 100 * allowed, f"{name} stood still"
 
