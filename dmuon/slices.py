@@ -11,9 +11,19 @@ from torch import Tensor
 
 from dmuon.annotation import annotated
 from dmuon.collectives import Axis, DataParallelAxes
-from dmuon.newton_schulz import resolve_dtype
+from dmuon.newton_schulz import SMALLEST_NORM, resolve_dtype
+from dmuon.newton_schulz.planning import choose_kernel
 from dmuon.parameter import DedicatedParameter, local
-from dmuon.tensor_parallel import GRAM, STRATEGIES, Layout, TensorParallelOrthogonalizer, plan_orthogonalization
+from dmuon.tensor_parallel import (
+    GRAM,
+    STRATEGIES,
+    Layout,
+    OrthogonalizationPlan,
+    TensorParallelOrthogonalizer,
+    plan_orthogonalization,
+)
+from dmuon.tensor_parallel.plan import Item
+from dmuon.tensor_parallel.updates import HeldUpdates
 
 
 class Part(NamedTuple):
@@ -57,8 +67,9 @@ class SliceUpdates:
             return
         device = parts[0].master.device
         orthogonalizer = self._orthogonalizer(parts, resolve_dtype(group["ns_dtype"], device))
+        fused = self._fuses(parts, orthogonalizer.plan.dtype)
         results = orthogonalizer.stream(
-            lambda index: _look_ahead(parts[index], group["momentum"], group["nesterov"]),
+            FusedUpdates(parts, group) if fused else self._held_updates(parts, group, orthogonalizer.plan),
             num_steps=group["ns_steps"],
             backend=group["ns_backend"],
             coefficients=group["ns_coefficients"],
@@ -67,8 +78,25 @@ class SliceUpdates:
         for index, orthogonal in results:
             part = parts[index]
             scale = scale_of(group["adjust_lr_fn"], part.layout.shape)
-            part.master.mul_(1 - group["lr"] * group["weight_decay"])
-            part.master.add_(orthogonal, alpha=-group["lr"] * scale)
+            _update_master(
+                part.master,
+                orthogonal,
+                keep=1 - group["lr"] * group["weight_decay"],
+                step=-group["lr"] * scale,
+                fused=fused and orthogonal.is_contiguous() and orthogonal.numel() > 0,
+            )
+
+    def _fuses(self, parts: Sequence[Part], dtype: torch.dtype) -> bool:
+        """Whether Triton's passes can take all of them."""
+        return choose_kernel(self._kernel, parts[0].master.device, dtype) == "triton" and all(
+            tensor.is_contiguous() for part in parts for tensor in (part.master, part.grad, part.momentum)
+        )
+
+    def _held_updates(self, parts: Sequence[Part], group: dict[str, Any], plan: OrthogonalizationPlan) -> HeldUpdates:
+        def update_of(entry: int) -> Tensor:
+            return _look_ahead(parts[entry], group["momentum"], group["nesterov"])
+
+        return HeldUpdates(plan, self.axis.index, parts[0].master.device, update_of)
 
     def _parts(self, param: DedicatedParameter, momentum: Tensor) -> list[Part]:
         assert param.slice is not None
@@ -102,6 +130,67 @@ def slice_updates(axes: DataParallelAxes, tp_strategy: str, kernel: str) -> list
         raise ValueError(f"tp_strategy = {tp_strategy!r}: must be one of {', '.join(STRATEGIES)}")
     over_tp = [] if axes.tp is None else [SliceUpdates(axes.tp, tp_strategy, kernel)]
     return over_tp + [SliceUpdates(axis, GRAM, kernel) for axis in axes.joint.values()]
+
+
+class FusedUpdates:
+    """Updates of which none exists in float32: momentum moves on where a slice is written, by Triton's passes."""
+
+    def __init__(self, parts: Sequence[Part], group: dict[str, Any]) -> None:
+        self.device = parts[0].master.device
+        self._parts = parts
+        self._momentum, self._nesterov = group["momentum"], group["nesterov"]
+        self._inverse_norms: dict[Item, Tensor] = {}
+
+    def squares(self, items: Sequence[Item]) -> Tensor:
+        from dmuon.newton_schulz import passes
+
+        by_shape: dict[torch.Size, list[Item]] = {}
+        for item in items:
+            by_shape.setdefault(self._views(item)[0].shape, []).append(item)
+        found: dict[Item, Tensor] = {}
+        for shape, alike in by_shape.items():
+            if shape.numel() == 0:
+                sums = torch.zeros(len(alike), dtype=torch.float64, device=self.device)
+            else:
+                grads, momenta = zip(*map(self._views, alike), strict=True)
+                sums = passes.squared_norms(grads, momenta, self._momentum, nesterov=self._nesterov)
+            found.update(zip(alike, sums, strict=True))
+        return torch.stack([found[item] for item in items])
+
+    def set_norms(self, items: Sequence[Item], norms: Tensor) -> None:
+        inverse_norms = norms.clamp(min=SMALLEST_NORM).reciprocal().float()
+        self._inverse_norms.update(zip(items, inverse_norms.split(1), strict=True))
+
+    def write(self, item: Item, out: Tensor) -> None:
+        from dmuon.newton_schulz import passes
+
+        grad, momentum = self._views(item)
+        inverse_norm = self._inverse_norms.pop(item)
+        if out.numel() > 0:
+            passes.advance(grad, momentum, inverse_norm, out.unsqueeze(0), self._momentum, nesterov=self._nesterov)
+
+    def whole(self, entry: int) -> Tensor:
+        return _look_ahead(self._parts[entry], self._momentum, self._nesterov)
+
+    def _views(self, item: Item) -> tuple[Tensor, Tensor]:
+        """Gradient and momentum [1, M, N] of this rank's slice."""
+        part = self._parts[item.entry]
+        place = slice(item.matrix, item.matrix + 1)
+        return _stacked(part.grad)[place], _stacked(part.momentum)[place]
+
+
+def _stacked(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
+
+
+def _update_master(master: Tensor, orthogonal: Tensor, *, keep: float, step: float, fused: bool) -> None:
+    if not fused:
+        master.mul_(keep)
+        master.add_(orthogonal, alpha=step)
+        return
+    from dmuon.newton_schulz import passes
+
+    passes.update_master(_stacked(master), _stacked(orthogonal), keep=keep, step=step)
 
 
 def _look_ahead(part: Part, momentum: float, nesterov: bool) -> Tensor:

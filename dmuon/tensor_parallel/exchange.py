@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dmuon.collectives import Axis, Wait, nothing
 from dmuon.tensor_parallel.plan import Item, OrthogonalizationPlan
+from dmuon.tensor_parallel.updates import Updates
+from dmuon.torch_internals import foreach_copy_
 
 Part = tuple[Item, int]
 """A tp rank's slice of a matrix."""
@@ -33,11 +35,11 @@ class Exchange:
         self._received = torch.empty(0)
         self._wait: Wait = nothing
 
-    def send(self, slice_of: Callable[[Item], Tensor], device: torch.device) -> None:
+    def send(self, updates: Updates) -> None:
         """Starts sending this rank's slices, in the wire dtype, to the ranks that work on them."""
-        flat = torch.empty(sum(map(self._numel, self._away)), dtype=self._plan.wire_dtype, device=device)
+        flat = torch.empty(sum(map(self._numel, self._away)), dtype=self._plan.wire_dtype, device=updates.device)
         for (item, _), view in self._views(flat, self._away):
-            view.copy_(slice_of(item))
+            updates.write(item, view)
         self._start(flat, self._away, self._home)
 
     def work(self, orthogonalize: Callable[[Tensor], Tensor]) -> None:
@@ -49,12 +51,12 @@ class Exchange:
         for batch in self._batches():
             shape = (len(batch), *self._plan.layout(batch[0]).matrix_shape)
             whole_BMN = torch.empty(shape, dtype=self._plan.wire_dtype, device=flat.device)
-            for part, view in self._cut(whole_BMN, batch):
-                view.copy_(slices[part])
+            parts, views = zip(*self._cut(whole_BMN, batch), strict=True)
+            foreach_copy_(list(views), [slices[part] for part in parts])
             orthogonal_BMN = orthogonalize(whole_BMN)
-            del whole_BMN
-            for part, view in self._cut(orthogonal_BMN, batch):
-                targets[part].copy_(view)
+            del whole_BMN, views
+            parts, views = zip(*self._cut(orthogonal_BMN, batch), strict=True)
+            foreach_copy_([targets[part] for part in parts], list(views))
         self._start(flat, self._home, self._away)
 
     def receive(self) -> Iterator[tuple[Item, Tensor]]:

@@ -9,7 +9,7 @@ Shape legend: B matrices of M x N with M <= N, K of their N columns on this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from dmuon.newton_schulz import gram_factor
 from dmuon.newton_schulz.coefficients import Triple
 from dmuon.newton_schulz.iterations import segments
 from dmuon.tensor_parallel.plan import Item, OrthogonalizationPlan, block_rows, packed_numel
+from dmuon.tensor_parallel.updates import Updates
 
 
 def orthogonalize_slices(
     plan: OrthogonalizationPlan,
     items: Sequence[Item],
     axis: Axis,
-    normalized_slice_of: Callable[[Item], Tensor],
+    updates: Updates,
     coefficients: Sequence[Triple],
     kernel: str = "torch",
 ) -> Iterator[tuple[Item, Tensor]]:
@@ -40,7 +41,13 @@ def orthogonalize_slices(
     def wide(item: Item, slice_: Tensor) -> Tensor:
         return slice_ if plan.layout(item).matrix_dim == 1 else slice_.mT
 
-    Xs = [torch.stack([wide(item, normalized_slice_of(item)) for item in batch]) for batch in batches]
+    def normalized(item: Item) -> Tensor:
+        shape = plan.layout(item).local_shape(plan.tp_degree, axis.index)[-2:]
+        slice_ = torch.empty(shape, dtype=plan.dtype, device=updates.device)
+        updates.write(item, slice_)
+        return slice_
+
+    Xs = [torch.stack([wide(item, normalized(item)) for item in batch]) for batch in batches]
     for segment in segments(coefficients):
         Rs = summed_grams(Xs, axis)
         for index in range(len(Xs)):

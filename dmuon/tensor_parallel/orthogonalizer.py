@@ -5,7 +5,7 @@ Every rank issues the same collectives in the same order, whatever its slices ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from dmuon.collectives import Axis
-from dmuon.newton_schulz import Coefficients, iterate, normalize, orthogonalize
+from dmuon.newton_schulz import Coefficients, iterate, orthogonalize
 from dmuon.newton_schulz.coefficients import resolve
 from dmuon.tensor_parallel.exchange import Exchange
 from dmuon.tensor_parallel.gram import orthogonalize_slices
 from dmuon.tensor_parallel.plan import Item, OrthogonalizationPlan, Round
-from dmuon.torch_internals import foreach_norm
+from dmuon.tensor_parallel.updates import HeldUpdates, Updates
 
 
 class TensorParallelOrthogonalizer:
@@ -63,19 +63,22 @@ class TensorParallelOrthogonalizer:
             "coefficients": coefficients,
             "kernel": kernel,
         }
-        results = dict(self.stream(updates.__getitem__, **options))
+        if not updates:
+            return []
+        held = HeldUpdates(self.plan, self._axis.index, updates[0].device, updates.__getitem__)
+        results = dict(self.stream(held, **options))
         return [results[index] for index in range(len(updates))]
 
     def stream(
         self,
-        update_of: Callable[[int], Tensor],
+        updates: Updates,
         *,
         num_steps: int = 5,
         backend: str = "gram",
         coefficients: Coefficients = "polar_express",
         kernel: str = "auto",
     ) -> Iterator[tuple[int, Tensor]]:
-        """The same a round at a time: asks for each update once, and yields (index, result) as soon as it is there.
+        """The same a round at a time: takes each update once, and yields (index, result) as soon as it is there.
 
         So neither all updates nor all results are held at once. The ranks must take all of it.
         """
@@ -90,64 +93,32 @@ class TensorParallelOrthogonalizer:
         whole = partial(orthogonalize, dtype=plan.dtype, **options)
         normalizes = plan.wire_dtype != torch.float32
         work: Callable[[Tensor], Tensor] = partial(iterate, **options) if normalizes else whole
-        updates = _Updates(plan, axis.index, update_of)
         results = _Results(plan)
         returning: Exchange | None = None
         for members in plan.rounds:
-            slices = {item: updates.slice(item) for item in members.exchange + members.gram}
-            normalized = partial(_normalized, slices, self._norms(members, slices), plan.dtype)
+            self._sum_norms(members, updates)
             exchange = Exchange(plan, members.exchange, axis) if members.exchange else None
             if exchange is not None:
-                exchange.send(normalized if normalizes else slices.__getitem__, slices[members.exchange[0]].device)
+                exchange.send(updates)
             # What is ready or needs no exchange comes while slices travel.
             if returning is not None:
                 yield from results.completed(returning.receive())
             if members.gram:
-                yield from results.completed(
-                    orthogonalize_slices(plan, members.gram, axis, normalized, triples, kernel)
-                )
+                yield from results.completed(orthogonalize_slices(plan, members.gram, axis, updates, triples, kernel))
             yield from _local(plan, members.local, updates, whole)
-            del slices, normalized
             if exchange is not None:
                 exchange.work(work)
             returning = exchange
         if returning is not None:
             yield from results.completed(returning.receive())
 
-    def _norms(self, members: Round, slices: Mapping[Item, Tensor]) -> dict[Item, Tensor]:
-        """Frobenius norms of the whole matrices, float64, where the plan needs them of slices."""
+    def _sum_norms(self, members: Round, updates: Updates) -> None:
+        """Of the whole matrices, where the plan needs them of slices."""
         items = self.plan.normed(members)
-        if not items:
-            return {}
-        squares = torch.stack(foreach_norm([slices[item] for item in items])).square()
-        self._axis.all_reduce(squares)()
-        return dict(zip(items, squares.sqrt(), strict=True))
-
-
-class _Updates:
-    """This rank's slices of matrices; an update is asked for at its first slice and let go after its last one."""
-
-    def __init__(self, plan: OrthogonalizationPlan, rank: int, update_of: Callable[[int], Tensor]) -> None:
-        self._plan, self._rank, self._update_of = plan, rank, update_of
-        self._held: dict[int, Tensor] = {}
-        self._num_left: dict[int, int] = {}
-
-    def whole(self, index: int) -> Tensor:
-        update = self._update_of(index)
-        expected = self._plan.entries[index].layout.local_shape(self._plan.tp_degree, self._rank)
-        assert tuple(update.shape) == expected, f"update {index} is {tuple(update.shape)}, planned as {expected}"
-        assert update.dtype == torch.float32
-        return update
-
-    def slice(self, item: Item) -> Tensor:
-        if item.entry not in self._held:
-            self._held[item.entry] = self.whole(item.entry)
-            self._num_left[item.entry] = self._plan.layout(item).num_matrices
-        update = self._held[item.entry]
-        self._num_left[item.entry] -= 1
-        if self._num_left[item.entry] == 0:
-            del self._held[item.entry]
-        return update[item.matrix] if update.ndim == 3 else update
+        if items:
+            squares = updates.squares(items)
+            self._axis.all_reduce(squares)()
+            updates.set_norms(items, squares.sqrt())
 
 
 class _Results:
@@ -170,12 +141,8 @@ class _Results:
                 yield item.entry, torch.stack([parts[matrix] for matrix in range(layout.num_matrices)])
 
 
-def _normalized(slices: Mapping[Item, Tensor], norms: Mapping[Item, Tensor], dtype: torch.dtype, item: Item) -> Tensor:
-    return normalize(slices[item], norms[item], dtype)
-
-
 def _local(
-    plan: OrthogonalizationPlan, members: Sequence[int], updates: _Updates, work: Callable[[Tensor], Tensor]
+    plan: OrthogonalizationPlan, members: Sequence[int], updates: Updates, work: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
     """Whole matrices that every rank has of its own, batched by shape."""
     by_shape: dict[tuple[int, int], list[int]] = {}

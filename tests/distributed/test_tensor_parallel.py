@@ -29,6 +29,7 @@ from dmuon.tensor_parallel import (
     TensorParallelOrthogonalizer,
     plan_orthogonalization,
 )
+from dmuon.tensor_parallel.updates import HeldUpdates
 
 BLOCK = (
     Layout((48, 48), 0),  # q
@@ -300,7 +301,8 @@ def streamed() -> list[tuple[str, int]]:
         events.append(("asked", index))
         return local(layouts[index], updates[index])
 
-    for index, result in TensorParallelOrthogonalizer(plan, tp_axis()).stream(update_of):
+    held = HeldUpdates(plan, dist.get_rank(), torch.device("cpu"), update_of)
+    for index, result in TensorParallelOrthogonalizer(plan, tp_axis()).stream(held):
         assert result.shape == layouts[index].local_shape(2, dist.get_rank())
         events.append(("given", index))
     return events
