@@ -69,7 +69,7 @@ class SliceUpdates:
         orthogonalizer = self._orthogonalizer(parts, resolve_dtype(group["ns_dtype"], device))
         fused = self._fuses(parts, orthogonalizer.plan.dtype)
         results = orthogonalizer.stream(
-            FusedUpdates(parts, group) if fused else self._held_updates(parts, group, orthogonalizer.plan),
+            FusedSlices(parts, group) if fused else self._held_updates(parts, group, orthogonalizer.plan),
             num_steps=group["ns_steps"],
             backend=group["ns_backend"],
             coefficients=group["ns_coefficients"],
@@ -132,7 +132,7 @@ def slice_updates(axes: DataParallelAxes, tp_strategy: str, kernel: str) -> list
     return over_tp + [SliceUpdates(axis, GRAM, kernel) for axis in axes.joint.values()]
 
 
-class FusedUpdates:
+class FusedSlices:
     """Updates of which none exists in float32: momentum moves on where a slice is written, by Triton's passes."""
 
     def __init__(self, parts: Sequence[Part], group: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dmuon.collectives import Axis
 from dmuon.newton_schulz.planning import has_triton
-from dmuon.slices import FusedUpdates, Part, SliceUpdates
+from dmuon.slices import FusedSlices, Part, SliceUpdates
 from dmuon.tensor_parallel import EXCHANGE, GRAM, Layout
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -104,7 +104,7 @@ def test_norms_at_the_ends_of_float32() -> None:
     """Squares of 1e-20 and 1e20 are there, and nothing stays nothing."""
     grads = [scale * torch.ones(8, 16) for scale in (1e-20, 1e20, 0.0)]
     parts = [Part(Layout((16, 16), 0), torch.zeros(8, 16), grad, torch.zeros(8, 16)) for grad in grads]
-    updates = FusedUpdates(parts, {"momentum": 0.5, "nesterov": False})
+    updates = FusedSlices(parts, {"momentum": 0.5, "nesterov": False})
     from dmuon.tensor_parallel.plan import Item
 
     items = [Item(index, 0) for index in range(3)]
