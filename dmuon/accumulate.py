@@ -34,6 +34,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             runtime.sync_gradients = True
 
 
+def has_unreduced_gradients(model: nn.Module) -> bool:
+    """Whether gradients that `no_sync` has kept on this rank were not reduced since."""
+    runtime = find_runtime(model)
+    return (runtime is not None and runtime.has_unreduced_gradients) or any(
+        isinstance(module, FSDPModule) and torch_internals.has_accumulated(module) for module in model.modules()
+    )
+
+
 def discard_accumulated(model: nn.Module) -> None:
     """Drops what `no_sync` has kept on this rank."""
     for module in model.modules():

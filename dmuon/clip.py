@@ -46,7 +46,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, policy: str = "all
         The norm before scaling: 0-dim float32, equal on all ranks. If it is not finite nothing was scaled.
 
     Raises:
-        ValueError: no such policy; or, after `set_deterministic`, a parameter sharded along another dim than 0.
+        ValueError: no such policy; the model is on fewer ranks than the job has; or, after `set_deterministic`, a
+            parameter sharded along another dim than 0.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy = {policy!r}: must be one of {', '.join(POLICIES)}")
@@ -66,7 +67,13 @@ def _squared_norm(model: nn.Module) -> Tensor:
     device = next((param.device for param in model.parameters() if param.device.type != "meta"), torch.device("cpu"))
     counted = _Counted(model)
     squares = _squares_of_rows(model, counted, device) if is_deterministic(model) else _square(model, counted, device)
-    if _world_size(model) > 1:
+    num_ranks = _world_size(model)
+    if num_ranks > 1:
+        if num_ranks != dist.get_world_size():
+            raise ValueError(
+                f"this model is on meshes of {num_ranks} ranks, and the job has {dist.get_world_size()}: the norm is "
+                "summed over all of them. Make the meshes of the job as large as the model's, tp included"
+            )
         dist.all_reduce(squares)
     return _sum_by_tree(squares)
 
@@ -241,8 +248,7 @@ def _world_size(model: nn.Module) -> int:
     runtime = find_runtime(model)
     if runtime is not None:
         return runtime.axes.world_size * (1 if runtime.axes.tp is None else runtime.axes.tp.size)
-    sharded = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
-    if sharded is None:
-        return 1
+    # What tensor parallelism leaves whole is on a smaller mesh.
+    num_ranks = max((param.device_mesh.size() for param in model.parameters() if isinstance(param, DTensor)), default=1)
     rows = replicate_rows(model)
-    return sharded.device_mesh.size() * (1 if rows is None else len(rows.ranks))
+    return num_ranks * (1 if rows is None or num_ranks == 1 else len(rows.ranks))

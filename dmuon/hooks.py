@@ -7,11 +7,13 @@ Every rank fills and reduces the same units in the same order, whatever its own 
 its end. Each call of a unit with gradients enabled is visited in a backward, by its own hook or, where a rank's graph
 does not lead there, when backward moves past it; and each unit is reduced once all its calls are behind. So a
 parameter, or a whole block, that only some ranks use cannot make collectives differ. Which blocks reentrant checkpoints
-compute again must be the same on every rank: nothing is known of them until then.
+compute again must be the same on every rank, and which blocks a second backward through a kept graph comes to: nothing
+is known of either until then.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -63,6 +65,7 @@ class Runtime:
         self.reshard_after_forward, self.dtypes_of = reshard_after_forward, dtypes_of
         self.sync_gradients, self.is_filled = True, is_filled
         self._prepare: Callable[[Runtime], None] | None = prepare
+        self._trains: Callable[[], bool] = lambda: False
         # Order of forwards: of the last pass, to prefetch by, and of the pass under way.
         self._last_order: list[Unit] = self.units
         self._order: list[Unit] = []
@@ -83,6 +86,13 @@ class Runtime:
 
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks. The root's own tell one forward of the whole model from the next."""
+        model_ref = weakref.ref(model)
+
+        def trains() -> bool:
+            model = model_ref()
+            return model is not None and any(param.requires_grad for param in model.parameters())
+
+        self._trains = trains
         model.register_forward_pre_hook(_untraced(lambda *_: self._begin_order()))
         model.register_forward_hook(_untraced(lambda _module, _args, output: self._after_root_forward(output)))
         for unit in self.units:
@@ -140,8 +150,10 @@ class Runtime:
             found = self._register(partial(self._backward_hook, call), output)
             if not found:
                 _refuse(unit, output)
-            # Of a trainable unit on every rank alike, even if nothing here requires gradients.
-            is_recorded = not recomputing and (unit.is_trainable or any(tensor.requires_grad for tensor in found))
+            # On every rank alike, whatever its own graph is: a frozen unit too, if what it is given can need gradients.
+            is_recorded = not recomputing and (
+                unit.is_trainable or any(tensor.requires_grad for tensor in found) or self._trains()
+            )
         if is_recorded:
             self._begun.setdefault(unit, began)
             self._calls.append(call)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dmuon.accumulate import discard_accumulated
+from dmuon.accumulate import discard_accumulated, has_unreduced_gradients
 from dmuon.adamw import adamw_step, init_adamw_state, is_due
 from dmuon.annotation import annotated
 from dmuon.aside import Aside
@@ -163,7 +163,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._runtime.has_unreduced_gradients:
+        if has_unreduced_gradients(self._model):
             raise RuntimeError(
                 "gradients accumulated under dmuon.no_sync were never reduced: run the last micro-batch's backward "
                 "outside of it"

@@ -121,6 +121,16 @@ def discard_accumulated(module: FSDPModule) -> None:
                 param._unsharded_param.grad = None
 
 
+def has_accumulated(module: FSDPModule) -> bool:
+    """Whether backward passes without synchronisation have left gradients in this module's own group."""
+    return any(
+        param.unsharded_accumulated_grad is not None
+        or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+        for group in _param_groups(module)
+        for param in group.fsdp_params
+    )
+
+
 def _param_groups(module: FSDPModule) -> list[Any]:
     """None if the module manages no parameters, several if `shard_placement_fn` chose meshes of its own."""
     state = module._get_fsdp_state()

@@ -136,6 +136,7 @@ class Unit:
 
     def wait_unshard(self) -> None:
         """Makes the compute parameters usable and registers them."""
+        self._follow_freezing()
         self.unshard()
         if self.state is UnitState.UNSHARDING:
             self._finish_unshard()
@@ -150,6 +151,7 @@ class Unit:
         """Registers the masters and frees every buffer that is not a persistent copy."""
         if self.state is UnitState.SHARDED:
             return
+        self._follow_freezing()
         # A storage must not be freed while a prefetched broadcast still writes to it.
         self._finish_unshard()
         for param in self.params:
@@ -157,6 +159,14 @@ class Unit:
         if self._away is not None:
             self._away.resize_(0)
         self.state = UnitState.SHARDED
+
+    def _follow_freezing(self) -> None:
+        """A person who freezes between passes changes what the module shows: the compute parameters of a unit that
+        stayed unsharded for a backward."""
+        if self.state is UnitState.UNSHARDED:
+            for param in self.params:
+                if param.master.requires_grad != param.compute.requires_grad:
+                    param.master.requires_grad_(param.compute.requires_grad)
 
     def _finish_unshard(self) -> None:
         if self._wait is not None:

@@ -151,6 +151,26 @@ def test_nothing_is_scaled_by_a_norm_that_is_not_finite(ranks: Ranks, determinis
     assert ranks(4).run(with_infinity, deterministic) == [(math.inf, True)] * 4
 
 
+def norm_of_a_model_on_half_of_the_ranks() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "shard"))
+    model = models.SmallModel()
+    dmuon.dedicate_params(model, mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    model(models.batch(0)[0]).sum().backward()
+    try:
+        dmuon.clip_grad_norm_(model, 1.0)
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_a_model_on_fewer_ranks_than_the_job_has_is_refused(ranks: Ranks) -> None:
+    """Each half would be counted, and the norm too large by the square root of two."""
+    assert all(
+        "on meshes of 2 ranks, and the job has 4" in said for said in ranks(4).run(norm_of_a_model_on_half_of_the_ranks)
+    )
+
+
 def test_a_policy_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="policy = 'dedicated': must be one of all, symmetric, none"):
         dmuon.clip_grad_norm_(nn.Linear(2, 2), 1.0, "dedicated")

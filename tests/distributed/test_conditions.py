@@ -17,7 +17,7 @@ import dmuon
 from tests.distributed import foreign_models as fm
 from tests.distributed.foreign_models import DIM, Case
 from tests.distributed.pool import RankPool
-from tests.distributed.test_foreign_models import train_beside_plain
+from tests.distributed.test_foreign_models import Side, one_backward, train_beside_plain
 
 Ranks = Callable[[int], RankPool]
 Route = Callable[[Sequence[Any], Tensor, int, int], Tensor]
@@ -131,20 +131,36 @@ CUT_ROUTES = {
 }
 
 
+FROZEN = {
+    "a block frozen behind a cut on one rank": (1,),
+    "two blocks frozen behind a cut on one rank": (1, 3),
+}
+
+
 def train_on_route(name: str, **options: Any) -> None:
-    case = chain(ROUTES[name]) if name in ROUTES else chain(CUT_ROUTES[name], trains_embedding=False)
+    if name in FROZEN:
+        case = chain(partial(cutting, "behind", 0), trains_embedding=False)
+        options["schedule"] = partial(one_backward_with_frozen, FROZEN[name])
+    else:
+        case = chain(ROUTES[name]) if name in ROUTES else chain(CUT_ROUTES[name], trains_embedding=False)
     train_beside_plain(case, num_steps=3, **options)
 
 
+def one_backward_with_frozen(blocks: Sequence[int], side: Side, step: int) -> list[Tensor]:
+    for index in blocks:
+        side.model.layers[index].requires_grad_(False)
+    return one_backward(side, step)
+
+
 @both_modes
-@pytest.mark.parametrize("name", [*ROUTES, *CUT_ROUTES])
+@pytest.mark.parametrize("name", [*ROUTES, *CUT_ROUTES, *FROZEN])
 def test_blocks_are_used_in_any_way(ranks: Ranks, name: str, reshard: bool) -> None:
     """Were it wrong: ranks whose graphs differ would wait for each other, or take one block's weights or gradients for
     another's; what no rank uses would get a gradient, or decay."""
     ranks(2).run(train_on_route, name, reshard=reshard)
 
 
-@pytest.mark.parametrize("name", [*ROUTES, *CUT_ROUTES])
+@pytest.mark.parametrize("name", [*ROUTES, *CUT_ROUTES, *FROZEN])
 def test_blocks_are_used_in_any_way_under_hsdp(ranks: Ranks, name: str) -> None:
     ranks(4).run(train_on_route, name, shape=(2, 2))
 

@@ -84,6 +84,15 @@ def attempts() -> dict[str, str]:
 
         return attempt(forward)
 
+    def never_reduced(model: models.SmallModel) -> None:
+        dmuon.dedicate_params(model, mesh)
+        fully_shard(model, mesh=mesh)
+        model.layers.requires_grad_(False)  # so that FSDP2 alone has gradients
+        optimizer = dmuon.Muon(model)
+        with dmuon.no_sync(model):
+            model(tokens).sum().backward()
+        optimizer.step()
+
     def rows_never_summed(model: models.SmallModel) -> None:
         rows = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         dmuon.dedicate_params(model, rows)
@@ -108,6 +117,7 @@ def attempts() -> dict[str, str]:
         "muon before": error_of(lambda: dmuon.Muon(models.SmallModel())),
         "muon on meta": attempt(muon_on_meta),
         "muon before fully_shard": attempt(muon_before_fully_shard),
+        "never reduced": attempt(never_reduced),
         "tensor parallel": attempt(tensor_parallel),
         "forward on meta": attempt(forward_on_meta),
         "replaced": attempt(replaced),
@@ -135,6 +145,7 @@ def test_every_mistake_has_its_message(ranks: Callable[[int], RankPool]) -> None
         "muon before": "call dmuon.dedicate_params(model, mesh) first",
         "muon on meta": "call dmuon.materialize",
         "muon before fully_shard": "call fully_shard and dmuon.materialize before dmuon.Muon",
+        "never reduced": "accumulated under dmuon.no_sync were never reduced",
         "tensor parallel": "layers.0.up.weight is a DTensor",
         "forward on meta": "call dmuon.materialize",
         "replaced": "layers.1.mix.weight was replaced",
