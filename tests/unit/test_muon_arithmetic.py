@@ -16,7 +16,7 @@ import dmuon
 from dmuon.hooks import find_runtime
 from dmuon.newton_schulz import orthogonalize, planning, updates
 from dmuon.reference import ReferenceMuon
-from dmuon.section import Section
+from dmuon.unit import Unit
 from tests.distributed import models
 
 
@@ -216,19 +216,19 @@ def test_units_are_published_in_forward_order_as_soon_as_they_are_updated(monkey
     model = dedicated_model()
     optimizer = dmuon.Muon(model, lr=0.1)
     events: list[str] = []
-    update, publish = dmuon.Muon._update, Section.publish
+    update, publish = dmuon.Muon._update, Unit.publish
 
     def updating(self: dmuon.Muon, batch: Any, found_inf: Any) -> bool:
         events.extend(f"update {param.name}" for param in batch.params)
         return update(self, batch, found_inf)
 
-    def publishing(self: Section, **kwargs: Any) -> None:
+    def publishing(self: Unit, **kwargs: Any) -> None:
         events.extend(f"publish {param.name}" for param in self.params)
         publish(self, **kwargs)
 
     models.loss_of(model, *models.batch(0)).backward()
     monkeypatch.setattr(dmuon.Muon, "_update", updating)
-    monkeypatch.setattr(Section, "publish", publishing)
+    monkeypatch.setattr(Unit, "publish", publishing)
     optimizer.step()
     published = [event.removeprefix("publish ") for event in events if event.startswith("publish")]
     dedicated = [param.name for unit in find_runtime(model).units for param in unit.params]
