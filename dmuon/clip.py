@@ -248,7 +248,11 @@ def _world_size(model: nn.Module) -> int:
     runtime = find_runtime(model)
     if runtime is not None:
         return runtime.axes.world_size * (1 if runtime.axes.tp is None else runtime.axes.tp.size)
-    # What tensor parallelism leaves whole is on a smaller mesh.
-    num_ranks = max((param.device_mesh.size() for param in model.parameters() if isinstance(param, DTensor)), default=1)
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    if not meshes:
+        return 1
+    largest = max(meshes, key=lambda mesh: mesh.size())  # what tensor parallelism leaves whole is on a smaller one
     rows = replicate_rows(model)
-    return num_ranks * (1 if rows is None or num_ranks == 1 else len(rows.ranks))
+    if rows is None or set(rows.ranks) <= set(largest.mesh.flatten().tolist()):
+        return largest.size()
+    return largest.size() * len(rows.ranks)
