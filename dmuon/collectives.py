@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.aside import Aside
 from dmuon.torch_internals import coalesced, group_timeout
 
 Wait = Callable[[], object]
@@ -77,7 +78,7 @@ class Axis:
         if self.size == 1:
             return nothing
         if self.fixed_tree:
-            return all_of([self._reduce_by_tree(tensor, root) for tensor, root in transfers])
+            return _all_of([self._reduce_by_tree(tensor, root) for tensor, root in transfers])
         group, op = self._reduce_group, dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
 
         def issue(tensor: Tensor, root: int) -> dist.Work | None:
@@ -94,7 +95,7 @@ class Axis:
                 for tensor, root in transfers:
                     issue(tensor, root)
             return manager.wait
-        return all_of([_wait_of(issue(tensor, root)) for tensor, root in transfers])
+        return _all_of([_wait_of(issue(tensor, root)) for tensor, root in transfers])
 
     def _reduce_by_tree(self, tensor: Tensor, root: int) -> Wait:
         parts = [torch.empty_like(tensor) for _ in self.ranks] if self.index == root else None
@@ -176,7 +177,7 @@ def _wait_of(work: dist.Work | None) -> Wait:
     return work.wait
 
 
-def all_of(waits: Sequence[Wait]) -> Wait:
+def _all_of(waits: Sequence[Wait]) -> Wait:
     """The wait for all of them."""
 
     def wait() -> None:
@@ -194,7 +195,7 @@ class Lane:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._stream = torch.Stream(device_type) if device_type != "cpu" else None
+        self._aside = Aside(device_type)
         self._thread = ThreadPoolExecutor(1, "dmuon") if device_type == "cpu" else None
 
     def run(self, issue: Callable[[], Wait]) -> Wait:
@@ -205,9 +206,7 @@ class Lane:
         if self._thread is not None:
             issued = self._thread.submit(issue)
             return lambda: issued.result()()
-        assert self._stream is not None
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
+        with self._aside():
             return issue()
 
 

@@ -19,6 +19,7 @@ from dmuon.collectives import Axis
 from dmuon.newton_schulz.planning import has_triton
 from dmuon.slices import FusedSlices, Part, SliceUpdates
 from dmuon.tensor_parallel import EXCHANGE, GRAM, Layout
+from dmuon.tensor_parallel.plan import Item
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 LAYOUTS = [
@@ -105,8 +106,6 @@ def test_norms_at_the_ends_of_float32() -> None:
     grads = [scale * torch.ones(8, 16) for scale in (1e-20, 1e20, 0.0)]
     parts = [Part(Layout((16, 16), 0), torch.zeros(8, 16), grad, torch.zeros(8, 16)) for grad in grads]
     updates = FusedSlices(parts, {"momentum": 0.5, "nesterov": False})
-    from dmuon.tensor_parallel.plan import Item
-
     items = [Item(index, 0) for index in range(3)]
     squares = updates.squares(items)
     torch.testing.assert_close(squares, torch.tensor([32e-40, 32e40, 0.0], dtype=torch.float64), rtol=1e-5, atol=0)
