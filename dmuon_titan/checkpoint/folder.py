@@ -89,9 +89,9 @@ def begin(folder: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into: files of an earlier try would count as part of it. Raises OSError."""
     path = folder / f"step-{step}{_WRITING}"
     # The folder was there when the job began: if it is gone, so may be the disk that it was on.
-    if (path / _UNFINISHED).exists():
+    if _was_cut_off(path):
         logger.info(f"replacing {path}, a save that was cut off")
-        shutil.rmtree(path)
+        _discard(path)
     elif os.path.lexists(path):
         _put_aside(path, _REPLACED)
     path.mkdir()
@@ -127,7 +127,7 @@ def recover(folder: Path) -> None:
 def give_up(path: Path) -> None:
     """Removes what `begin` has begun, for what it takes up may be what is missing."""
     with suppress(OSError):
-        shutil.rmtree(path)
+        _discard(path)
 
 
 def condemn(folder: Path, step: int) -> None:
@@ -148,6 +148,20 @@ def _put_aside(path: Path, suffix: str) -> Path:
     return aside
 
 
+def _was_cut_off(path: Path) -> bool:
+    """Whether a save of ours has left step-N.tmp. One without a mark is somebody's, unless nothing is in it."""
+    return path.is_dir() and ((path / _UNFINISHED).exists() or not any(path.iterdir()))
+
+
+def _discard(path: Path) -> None:
+    """Renamed first: what is half removed must neither look complete nor like somebody else's. Raises OSError."""
+    removing = path.with_name(path.name.removesuffix(_WRITING) + _REMOVING)
+    if os.path.lexists(removing):
+        _remove(removing)
+    path.rename(removing)
+    _remove(removing)
+
+
 def _remove(path: Path) -> None:
     """A folder with all that is in it, or a file or link by itself. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
@@ -166,19 +180,16 @@ def retain(folder: Path, num_kept: int, protected: Collection[Path]) -> None:
 
     The newest and `protected` ones stay in any case, and so does what this program didn't write.
     """
-    leftovers = [path for path in folder.glob(f"step-*{_WRITING}") if (path / _UNFINISHED).exists()]
-    for path in leftovers:
-        logger.info(f"removing {path}, a save that was cut off")
-        shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"step-*{_REMOVING}"):
         if _STEP.fullmatch(path.name.removesuffix(_REMOVING)):
             _remove(path)
+    for path in folder.glob(f"step-*{_WRITING}"):
+        if _STEP.fullmatch(path.name.removesuffix(_WRITING)) and _was_cut_off(path):
+            logger.info(f"removing {path}, a save that was cut off")
+            _discard(path)
     if num_kept == 0:
         return
     full = [saved.path for saved in scan(folder)[0] if saved.full]
     for path in full[num_kept:]:
         if path not in protected:
-            # Renamed first: a checkpoint half deleted must not look complete.
-            removing = path.with_name(path.name + _REMOVING)
-            path.rename(removing)
-            _remove(removing)
+            _discard(path)

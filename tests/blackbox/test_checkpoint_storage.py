@@ -113,12 +113,12 @@ def in_a_save(job: Job, folder: Path) -> Path:
     deadline_s = time.monotonic() + 60
     worker = job.worker(1)
     while time.monotonic() < deadline_s:
-        writing = next(iter(folder.glob("step-*.tmp")), None)
-        if writing is not None:
+        written = next(iter(folder.glob("step-*.tmp/__0_0.distcp")), None)
+        if written is not None:
             os.kill(worker, signal.SIGSTOP)
             time.sleep(0.5)  # the other rank goes as far as it can
-            if (writing / "__0_0.distcp").exists():
-                return writing
+            if written.exists():
+                return written.parent
             os.kill(worker, signal.SIGCONT)
         time.sleep(0.002)
     raise AssertionError("no save was met")

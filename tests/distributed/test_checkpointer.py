@@ -171,6 +171,7 @@ def keep_two(folder: Path, resumed_from: int | None) -> list[str]:
     if dist.get_rank() == 0:
         for other in ("step-foo", "step-3.tmp", "step-4.mine", "notes"):
             (folder / other).mkdir(parents=True)
+            (folder / other / "notes.txt").touch()
         (folder / "step-5.tmp").mkdir()
         (folder / "step-5.tmp" / ".unfinished").touch()
     dist.barrier()
