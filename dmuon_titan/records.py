@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dmuon_titan.disk import sync
 from dmuon_titan.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def forget_after(dump_folder: Path, step: int) -> None:
             partial = path.with_name(path.name + ".tmp")
             try:
                 partial.write_bytes(b"".join(kept))
+                sync(partial)
                 os.replace(partial, path)
             except OSError as error:
                 partial.unlink(missing_ok=True)

@@ -97,9 +97,10 @@ def put_records_aside(config: JobConfig) -> None:
     dump_folder, tensorboard = Path(config.job.dump_folder), Path(config.metrics.save_tb_folder)
     if not _has_recorded_steps(dump_folder):
         return
-    records = [dump_folder / name for name in ("metrics.jsonl", "trace", "config.toml")]
+    # What tells that there are records goes last: a start that is killed here leaves the rest to the next one.
+    records = [dump_folder / name for name in ("config.toml", "trace", "metrics.jsonl")]
     if dump_folder in tensorboard.parents:
-        records.append(tensorboard)
+        records.insert(0, tensorboard)
     there = [path for path in records if path.exists()]
     for number in itertools.count(1):
         aside = [path.with_name(f"{path.name}.before-{number}") for path in there]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,10 +10,8 @@ import pytest
 
 from dmuon_titan.checkpoint.folder import begin, give_up, next_sequence, publish, recover, retain, scan
 from dmuon_titan.checkpoint.manifest import DCP, FULL, Manifest, store
+from tests.unit.killing import DONE, KILLED, status_of_one_killed
 
-_CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_DONE, _FAILED, _KILLED = 0, 1, 9
 _FILE = "__0_0.distcp"
 
 
@@ -31,28 +27,6 @@ def save_that_fails(folder: Path, step: int, run: str) -> None:
     path = begin(folder, step)
     (path / _FILE).write_text(f"{run}, half of st")
     give_up(path)
-
-
-def status_of_one_killed(action: Callable[[], None], num_changes: int) -> int:
-    """Runs an action in a process that ends at once when it is about to change the file system once too often."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    left = num_changes
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        nonlocal left
-        if event in _CHANGES or (event == "open" and int(str(arguments[2])) & _WRITES):
-            left -= 1
-            if left < 0:
-                os._exit(_KILLED)
-
-    try:
-        sys.addaudithook(hook)
-        action()
-        os._exit(_DONE)
-    finally:
-        os._exit(_FAILED)
 
 
 def held(folder: Path) -> dict[str, str]:
@@ -74,11 +48,11 @@ def test_b05_a_kill_before_any_change_of_the_folder(
 ) -> None:
     undisturbed = saved_by_an_earlier_run(tmp_path / "undisturbed")
     save(undisturbed, step, "this")
-    number, status = 0, _KILLED
-    while status == _KILLED:
+    number, status = 0, KILLED
+    while status == KILLED:
         folder = saved_by_an_earlier_run(tmp_path / f"killed-{number}")
         status = status_of_one_killed(partial(action, folder, step, "this"), number)
-        assert status in (_KILLED, _DONE)
+        assert status in (KILLED, DONE)
         recover(folder)
         newest = (scan(folder)[0][0].path / _FILE).read_text()
         if newest == "earlier, step 3":  # that's what the job continues from

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dmuon_titan import run_folder
 from dmuon_titan.config import JobConfig, load_config
 from dmuon_titan.errors import ConfigError
 from dmuon_titan.run_folder import lock_folders, make_folders, put_records_aside
+from tests.unit.killing import DONE, KILLED, status_of_one_killed
 
 
 def load(dump_folder: Path, *flags: str) -> JobConfig:
@@ -116,6 +118,22 @@ def test_records_are_put_aside_under_the_next_number(tmp_path: Path) -> None:
         assert (tmp_path / f"metrics.jsonl.before-{number}").read_text() == f'{{"step": {number}}}\n'
     put_records_aside(config)
     assert len(names(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_kill_while_records_are_put_aside_leaves_the_rest_to_the_next_start(earlier: int, tmp_path: Path) -> None:
+    everything, killed, status = ("metrics.jsonl", "trace", "config.toml", "tb"), 0, KILLED
+    while status == KILLED:
+        config = load(tmp_path / str(killed))
+        for _ in range(earlier):
+            record(config)
+            put_records_aside(config)
+        record(config)
+        status = status_of_one_killed(partial(put_records_aside, config), killed)
+        put_records_aside(config)
+        assert names(tmp_path / str(killed)) == {f"{n}.before-{i}" for n in everything for i in range(1, earlier + 2)}
+        killed += 1
+    assert (status, killed) == (DONE, len(everything) + 1)
 
 
 def test_nothing_is_put_aside_before_a_step_was_recorded(tmp_path: Path) -> None:
