@@ -12,26 +12,37 @@ from dmuon_titan.checkpoint.folder import begin, give_up, next_sequence, publish
 from dmuon_titan.checkpoint.manifest import DCP, FULL, Manifest, store
 from tests.unit.killing import DONE, KILLED, status_of_one_killed
 
-_FILE = "__0_0.distcp"
+_FILES = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata")
 
 
 def save(folder: Path, step: int, run: str) -> None:
     """What rank 0 does to the folder in one save and after the step that follows it."""
     path = begin(folder, step)
-    (path / _FILE).write_text(f"{run}, step {step}")
-    publish(path, Manifest(FULL, DCP, step, next_sequence(folder), {_FILE: store(path / _FILE)}, {}, {}, {}, {}))
+    write(path, f"{run}, step {step}")
+    files = {name: store(path / name) for name in _FILES}
+    publish(path, Manifest(FULL, DCP, step, next_sequence(folder), files, {}, {}, {}, {}))
     retain(folder, 2, ())
 
 
 def save_that_fails(folder: Path, step: int, run: str) -> None:
     path = begin(folder, step)
-    (path / _FILE).write_text(f"{run}, half of st")
+    write(path, f"{run}, half of st")
     give_up(path)
+
+
+def write(path: Path, text: str) -> None:
+    for name in _FILES:
+        (path / name).write_text(text)
 
 
 def held(folder: Path) -> dict[str, str]:
     """Name -> what lies there."""
-    return {path.name: (path / _FILE).read_text() if (path / _FILE).exists() else "" for path in folder.iterdir()}
+    return {path.name: read(path) for path in folder.iterdir()}
+
+
+def read(path: Path) -> str:
+    file = path / _FILES[0]
+    return file.read_text() if file.exists() else ""
 
 
 def saved_by_an_earlier_run(folder: Path) -> Path:
@@ -54,7 +65,7 @@ def test_b05_a_kill_before_any_change_of_the_folder(
         status = status_of_one_killed(partial(action, folder, step, "this"), number)
         assert status in (KILLED, DONE)
         recover(folder)
-        newest = (scan(folder)[0][0].path / _FILE).read_text()
+        newest = read(scan(folder)[0][0].path)
         if newest == "earlier, step 3":  # that's what the job continues from
             save(folder, step, "this")
         else:
