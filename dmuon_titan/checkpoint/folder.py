@@ -141,9 +141,7 @@ def condemn(folder: Path, step: int) -> None:
 def _put_aside(path: Path, suffix: str) -> Path:
     """Rather than lost; what was put there before goes. Raises OSError."""
     aside = path.with_name(path.name + suffix)
-    if os.path.lexists(aside):
-        _remove(aside)
-    path.rename(aside)
+    _rename(path, aside)
     logger.warning(f"{path} is now {aside.name}")
     return aside
 
@@ -156,10 +154,15 @@ def _was_cut_off(path: Path) -> bool:
 def _discard(path: Path) -> None:
     """Renamed first: what is half removed must neither look complete nor like somebody else's. Raises OSError."""
     removing = path.with_name(path.name.removesuffix(_WRITING) + _REMOVING)
-    if os.path.lexists(removing):
-        _remove(removing)
-    path.rename(removing)
+    _rename(path, removing)
     _remove(removing)
+
+
+def _rename(path: Path, new: Path) -> None:
+    """What has the new name already goes. Raises OSError."""
+    if os.path.lexists(new):
+        _remove(new)
+    path.rename(new)
 
 
 def _remove(path: Path) -> None:
@@ -180,16 +183,16 @@ def retain(folder: Path, num_kept: int, protected: Collection[Path]) -> None:
 
     The newest and `protected` ones stay in any case, and so does what this program didn't write.
     """
+    if num_kept > 0:
+        full = [saved.path for saved in scan(folder)[0] if saved.full]
+        for path in full[num_kept:]:
+            if path not in protected:
+                _discard(path)
+    # Last: a leftover that can't be removed must not keep the disk filling up.
     for path in folder.glob(f"step-*{_REMOVING}"):
         if _STEP.fullmatch(path.name.removesuffix(_REMOVING)):
             _remove(path)
     for path in folder.glob(f"step-*{_WRITING}"):
         if _STEP.fullmatch(path.name.removesuffix(_WRITING)) and _was_cut_off(path):
             logger.info(f"removing {path}, a save that was cut off")
-            _discard(path)
-    if num_kept == 0:
-        return
-    full = [saved.path for saved in scan(folder)[0] if saved.full]
-    for path in full[num_kept:]:
-        if path not in protected:
             _discard(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 DONE, FAILED, KILLED = 0, 1, 9
@@ -26,9 +27,10 @@ def status_of_one_killed(action: Callable[[], None], num_changes: int) -> int:
             if left < 0:
                 os._exit(KILLED)
 
+    sys.addaudithook(hook)
     try:
-        sys.addaudithook(hook)
         action()
-        os._exit(DONE)
-    finally:
+    except BaseException:
+        traceback.print_exc()
         os._exit(FAILED)
+    os._exit(DONE)
