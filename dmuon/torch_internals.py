@@ -154,7 +154,9 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[Any]:
 
 def set_group_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
     """Changes after how long a collective of this group (None: the default one) counts as stuck."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    # Public from torch 2.14 on, where the older name warns.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def overlap_tensor_parallel_products(group: dist.ProcessGroup) -> None:
