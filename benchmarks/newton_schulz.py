@@ -12,6 +12,7 @@ the division with it, as `torch.optim.Muon`'s has. Prints a table and one JSON l
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -73,6 +74,7 @@ GROUP: dict[str, Any] = {
 }
 TRIPLES = resolve("polar_express", 5)
 PEAK_SIZE = 8192
+HAS_QUACK = importlib.util.find_spec("quack") is not None
 SECTIONS = ("cases", "share", "accuracy", "first-use")
 
 
@@ -127,7 +129,13 @@ def measure_case(shape: Shape, dtype: str, rounds: int) -> dict[str, Any]:
         "torch_optim_ms": lambda: [torch_optim(matrix) for matrix in update],
         "peak_ms": peak(format_),
     }
-    times = take_turns(works, rounds, {"ms": _filling(fused, plan, normalized)})
+    before = {"ms": _filling(fused, plan, normalized)}
+    if HAS_QUACK:
+        quack = FusedUpdates("quack")
+        by_quack = quack.plan([shape], torch.device("cuda"), {**GROUP, "ns_dtype": dtype})
+        works["quack_ms"] = _planned(quack, by_quack, normalized)
+        before["quack_ms"] = _filling(quack, by_quack, normalized)
+    times = take_turns(works, rounds, before)
     return {"shape": shape, "flops": plan.flops, "plan": str(plan), **_summary(times)}
 
 
@@ -229,7 +237,7 @@ def torch_optim(matrix: Tensor) -> Tensor:
 
 def _planned(fused: FusedUpdates, plan: BatchPlan, normalized: Tensor) -> Callable[[], object]:
     if plan.kernel == "torch":
-        return lambda: iterate(normalized)
+        return lambda: iterate(normalized, kernel="torch")
     return lambda: fused.execution.run(plan, TRIPLES, filled[plan])
 
 
@@ -240,7 +248,7 @@ def _filling(fused: FusedUpdates, plan: BatchPlan, normalized: Tensor) -> Callab
     """What the pass before the iteration does, outside of the time taken."""
 
     def fill() -> None:
-        if plan.kernel == "triton":
+        if plan.kernel != "torch":
             X = fused.execution.input(plan, TRIPLES, normalized.device)
             X[:, : plan.shape[1], : plan.shape[2]].copy_(normalized)
             filled[plan] = X

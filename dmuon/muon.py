@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
             serves both kinds; "original" by sqrt(max(1, m / n)).
         ns_steps, ns_backend, ns_coefficients, ns_dtype: see `dmuon.newton_schulz`.
         ns_kernel: "auto" takes the Triton kernels on GPUs that they were measured on, and plain torch elsewhere;
-            "triton" and "torch" by name. For all groups.
+            "triton", "torch" and "quack" (an extra) by name. For all groups.
         tp_strategy: how matrices that tensor parallelism has cut are orthogonalised: "exchange", "distributed_gram" or
             the cheaper one for each, "auto"; see `dmuon.tensor_parallel`.
         momentum_dtype: what momentum is kept in, None for float32. With bfloat16 it is computed in float32 still.

@@ -88,7 +88,7 @@ class SliceUpdates:
 
     def _fuses(self, parts: Sequence[Part], dtype: torch.dtype) -> bool:
         """Whether Triton's passes can take all of them."""
-        return choose_kernel(self._kernel, parts[0].master.device, dtype) == "triton" and all(
+        return choose_kernel(self._kernel, parts[0].master.device, dtype) != "torch" and all(
             tensor.is_contiguous() for part in parts for tensor in (part.master, part.grad, part.momentum)
         )
 

@@ -93,11 +93,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Losses:
         hidden_grads, losses = [], []
         weight_grad: Tensor | None = None
-        for hidden, label in _chunks(hidden_ND, weight_VD, label_N):
+        chunks = _chunks(hidden_ND, weight_VD, label_N)
+        for hidden, label in chunks:
             logits = hidden @ weight_VD.T
             losses.append(to_gradient(logits, label, scale))
             hidden_grads.append(logits @ weight_VD)
-            weight_grad = _plus_product(weight_grad, logits.T, hidden)
+            weight_grad = _plus_product(weight_grad, logits.T, hidden) if len(chunks) > 1 else logits.T @ hidden
             del logits
         loss = torch.stack(losses).sum()
         assert weight_grad is not None
@@ -120,13 +121,12 @@ def _chunks(hidden_ND: Tensor, weight_VD: Tensor, label_N: Tensor) -> list[tuple
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b: rounded to their dtype if there is no more to come, else float32."""
+    """total + a b in float32, in the memory of `total`."""
+    if not a.is_cuda or a.dtype == torch.float32:
+        return (a @ b).float() if total is None else total.add_(a @ b)
     if total is None:
-        return a @ b
-    total = total.float()
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    return total.add_(a @ b)
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _to_gradient(logits_NV: Tensor, label_N: Tensor, scale: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def orthogonalize(
         backend: "gram" takes the Gram form where it costs less, "direct" iterates on the matrices themselves.
         coefficients: "polar_express", "keller_jordan", "you", or one (a, b, c) for each step.
         dtype: format of the iteration; each matrix is divided by its Frobenius norm in float32 before the cast.
-        kernel: "auto", "triton" or "torch"; see `planning.choose_kernel`.
+        kernel: "auto", "triton", "torch" or "quack"; see `planning.choose_kernel`.
 
     Returns:
         The shape of `matrices_BMN`, in `dtype`. A zero matrix stays zero, a non-finite one becomes non-finite.
@@ -108,8 +108,8 @@ def iterate(
 def gram_factor(R_BMM: Tensor, segment: Sequence[Triple], kernel: str = "auto") -> Tensor:
     """Q of the steps of one segment, from R = X X^T alone, such that they take X to Q X. `R_BMM` is workspace."""
     plan = plan_batch(tuple(R_BMM.shape), R_BMM.device, dtype=R_BMM.dtype, kernel=kernel)
-    if plan.square_tiles is None or plan.padded != plan.shape:
+    if plan.kernel == "torch" or plan.padded != plan.shape:
         return plain_gram_factor(R_BMM, segment)
     from dmuon.newton_schulz import symmetric
 
-    return symmetric.gram_factor(R_BMM.contiguous(), segment, plan.square_tiles)
+    return symmetric.gram_factor(R_BMM.contiguous(), segment, symmetric.products(plan).square)

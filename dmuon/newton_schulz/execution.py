@@ -104,7 +104,7 @@ class Execution:
 
 def iterate_as_planned(plan: BatchPlan, triples: Sequence[Triple], X: Tensor, *, may_overwrite: bool = False) -> Tensor:
     """The iteration on normalised matrices in the plan's padded shape; a result of that shape."""
-    if plan.kernel == "triton":
+    if plan.kernel != "torch":
         from dmuon.newton_schulz import symmetric
 
         return symmetric.run(plan, X, triples, may_overwrite=may_overwrite)

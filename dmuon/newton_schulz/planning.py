@@ -11,7 +11,7 @@ import importlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,7 @@ from dmuon.newton_schulz.tuned import MEASURED, Product, Tiles, choose_tiles
 
 logger = logging.getLogger(__name__)
 
-KERNELS = ("auto", "triton", "torch")
-_NOT_HERE = {"quack": "its package, quack-kernels, is not supported yet"}
+KERNELS = ("auto", "triton", "torch", "quack")
 
 # Rows of a tensor descriptor are multiples of 16 bytes: sides are padded with zeros, which changes no singular value.
 _ALIGNMENT = 8
@@ -46,10 +45,10 @@ class BatchPlan:
 
     Attributes:
         shape: (B, M, N), as the parameters have them.
-        kernel: "triton", or "torch" for the plain products of `iterations`.
+        kernel: "triton" or "quack" for symmetric products, "torch" for the plain ones of `iterations`.
         form: "gram" or "direct".
         dtype: of the iteration.
-        gram_tiles, square_tiles: for X X^T and for products of n x n matrices; None with the torch kernel.
+        gram_tiles, square_tiles: of Triton, for X X^T and for products of n x n matrices; else None.
         replays: whether it is captured once and replayed as a CUDA graph.
     """
 
@@ -65,7 +64,7 @@ class BatchPlan:
     def padded(self) -> tuple[int, int, int]:
         """The shape of the buffer that the kernels see."""
         num, rows, cols = self.shape
-        return (num, _aligned(rows), _aligned(cols)) if self.kernel == "triton" else self.shape
+        return self.shape if self.kernel == "torch" else (num, _aligned(rows), _aligned(cols))
 
     @property
     def flops(self) -> int:
@@ -100,7 +99,7 @@ def plan_batch(
     Args:
         shape: (B, M, N).
         backend: "gram" takes the Gram form where it costs less, "direct" never does.
-        kernel: "auto", "triton" or "torch"; see `choose_kernel`.
+        kernel: one of `KERNELS`; see `choose_kernel`.
         replays: False if results must outlive the next run.
     """
     num, rows, cols = shape
@@ -111,15 +110,20 @@ def plan_batch(
         return BatchPlan((num, rows, cols), "torch", form, dtype)
     # With symmetric products the two forms cost the same for square matrices, where the direct one rounds less.
     form = "gram" if backend == "gram" and 6 * big + 14 * small < 15 * big + 5 * small else "direct"
-    capability = _capability(device)
-    return BatchPlan(
+    plan = BatchPlan(
         (num, rows, cols),
-        "triton",
+        chosen,
         form,
         dtype,
-        choose_tiles(capability, Product("wide" if rows <= cols else "tall", small, big, num)),
-        choose_tiles(capability, Product("square", small, small, num)),
-        replays and device.type == "cuda" and newton_schulz_flops(shape) <= _MOST_REPLAYED_FLOPS,
+        replays=replays and device.type == "cuda" and newton_schulz_flops(shape) <= _MOST_REPLAYED_FLOPS,
+    )
+    if chosen != "triton":
+        return plan
+    capability = _capability(device)
+    return replace(
+        plan,
+        gram_tiles=choose_tiles(capability, Product("wide" if rows <= cols else "tall", small, big, num)),
+        square_tiles=choose_tiles(capability, Product("square", small, small, num)),
     )
 
 
@@ -154,15 +158,15 @@ def gram_pays(num_rows: int, num_cols: int) -> bool:
 def check_kernel(name: str) -> None:
     """Raises ValueError if there is no kernel of this name."""
     if name not in KERNELS:
-        reason = f"; {_NOT_HERE[name]}" if name in _NOT_HERE else ""
-        raise ValueError(f"ns_kernel = {name!r}: must be one of {', '.join(KERNELS)}{reason}")
+        raise ValueError(f"ns_kernel = {name!r}: must be one of {', '.join(KERNELS)}")
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """ "triton" or "torch". Where Triton can't run the torch kernel does, and says why, once for each reason.
+    """ "triton", "quack" or "torch". Where what was asked for can't run the torch kernel does, and says why, once for
+    each reason.
 
-    "auto" takes Triton on devices that its tiles were measured on; "triton" on any that it can run on. Ranks are alike:
-    rank 0 says it for all.
+    "auto" takes Triton on devices that its tiles were measured on; "triton" and "quack" are taken on any that they can
+    run on. Ranks are alike: rank 0 says it for all.
 
     Raises:
         ValueError: an unknown name.
@@ -174,25 +178,37 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if reason:
         _say_once(name, reason)
         return "torch"
-    return "triton"
+    return "triton" if name == "auto" else name
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cuda" and (name == "auto" or not (has_triton() and _interprets())):
+    if device.type != "cuda" and (name != "triton" or not (has_triton() and _interprets())):
         return "there is no GPU"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"the Triton kernels are for half precision, not {str(dtype).removeprefix('torch.')}"
+        return f"symmetric products are for half precision, not {str(dtype).removeprefix('torch.')}"
     if not has_triton():
         return "Triton is not installed"
     if device.type == "cuda" and torch.version.hip is not None:
-        return "the Triton kernels were written for NVIDIA GPUs"
+        return "symmetric products were written for NVIDIA GPUs"
     capability = _capability(device)
+    if name == "quack":
+        return _obstacle_to_quack(capability)
     if capability < (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} has no tensor descriptors"
     if name == "auto" and capability not in MEASURED:
         return (
             f'nothing was measured on compute capability {capability[0]}.{capability[1]}; ask for it by name, "triton"'
         )
+    return ""
+
+
+def _obstacle_to_quack(capability: tuple[int, int]) -> str:
+    if capability < (8, 0):
+        return f"quack has no kernels for compute capability {capability[0]}.{capability[1]}"
+    try:
+        importlib.import_module("dmuon.newton_schulz.quack_kernels")
+    except ImportError as error:
+        return f"quack can't be imported ({error}); pip install quack-kernels"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""The whole update of a batch of equal matrices, momentum -> orthogonalise -> masters: by Triton kernels, or in torch.
+"""The whole update of a batch of equal matrices, momentum -> orthogonalise -> masters: in fused passes, or in torch.
 
-By Triton there is no copy of the update in float32: gradient and momentum are read twice instead, for the norm and for
-X. And the compute copy is written with the master.
+In fused passes, which are Triton's, there is no copy of the update in float32: gradient and momentum are read twice
+instead, for the norm and for X. And the compute copy is written with the master.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 
 class FusedUpdates:
-    """Plans batches, and updates those that Triton can take.
+    """Plans batches, and updates those that fused passes can take.
 
     Args:
-        kernel: "auto", "triton" or "torch".
+        kernel: one of `planning.KERNELS`.
 
     Attributes:
         execution: counts what ran.
@@ -57,7 +57,7 @@ class FusedUpdates:
         )
 
     def can_take(self, plan: BatchPlan, batch: Sequence[Piece]) -> bool:
-        return plan.kernel == "triton" and all(
+        return plan.kernel != "torch" and all(
             tensor is None or tensor.is_contiguous() for piece in batch for tensor in piece
         )
 

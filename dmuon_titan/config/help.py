@@ -34,11 +34,7 @@ def help_text() -> str:
 
 def _describe(key: Key) -> str:
     default = "none" if key.default is None else to_toml(key.default)
-    details = f"{legal(key)}; default {default}"
-    if key.supported:
-        works = " or ".join("none" if item is None else to_toml(item) for item in key.supported)
-        details += f"; only {works} so far"
-    text = f"{key.doc} ({details})"
+    text = f"{key.doc} ({legal(key)}; default {default})"
     return f"  --{key.name}\n{textwrap.fill(text, _WIDTH, initial_indent=' ' * 8, subsequent_indent=' ' * 8)}"
 
 

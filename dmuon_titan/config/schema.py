@@ -31,7 +31,6 @@ def key(
     below: float | None = None,
     or_value: int | None = None,
     infinite: bool = False,
-    supported: tuple[Any, ...] = (),
     path: PathBase | None = None,
     only_for: str = "",
     aliases: tuple[str, ...] = (),
@@ -44,7 +43,6 @@ def key(
         choices: legal strings; for a tuple, legal elements.
         at_least, above, at_most, below: the range of a number; `or_value` is legal beside it.
         infinite: whether inf is legal.
-        supported: the values that work so far; others are legal names that `validate` refuses for now.
         path: what a relative path counts from: "data" the file it is written in, "output" the working directory,
             "run" the run's `job.dump_folder`.
         only_for: the `optimizer.name` under which this key has an effect.
@@ -166,7 +164,6 @@ class Optimizer:
         "auto",
         "Muon: kernels of the iteration; auto is Triton's on GPUs that they were measured on.",
         choices=("auto", "triton", "torch", "quack"),
-        supported=("auto", "triton", "torch"),
         only_for="Muon",
     )
     tp_strategy: str = key(
@@ -447,7 +444,6 @@ class Key:
     below: float | None = None
     or_value: int | None = None
     infinite: bool = False
-    supported: tuple[Any, ...] = ()
     path: PathBase | None = None
     only_for: str = ""
     aliases: tuple[str, ...] = ()

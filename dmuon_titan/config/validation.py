@@ -12,7 +12,7 @@ from typing import Literal
 from dmuon_titan.config.derived import num_microbatches, resolved_degrees, schedule_notes
 from dmuon_titan.config.loading import load_config
 from dmuon_titan.config.paths import TRAIN_CONFIGS
-from dmuon_titan.config.schema import EMBEDDED_DATASET, KEYS, Checkpoint, JobConfig, UnreadValue, get
+from dmuon_titan.config.schema import EMBEDDED_DATASET, Checkpoint, JobConfig, UnreadValue, get
 from dmuon_titan.config.suggestions import nearest
 from dmuon_titan.config.values import to_toml
 from dmuon_titan.data.manifest import PREPARE_COMMAND, Manifest, num_windows, read_manifest, sha256_of_file
@@ -55,7 +55,6 @@ def validate(config: JobConfig, world: World | None) -> list[str]:
                 mistakes.append(mistake)  # not extend(): what was found before an unread value counts
 
     size = _find_size(config)
-    collect(_unsupported(config))
     collect(_flavor_mistakes(config))
     if world is not None:
         collect(_mesh_mistakes(config, world.num_ranks))
@@ -126,17 +125,6 @@ def _flavor_mistakes(config: JobConfig) -> Iterator[str]:
             f'model.flavor = "{flavor}": unknown flavor of {name}; nearest: "{nearest(flavor, known)}"; '
             f"legal: {', '.join(known)}"
         )
-
-
-def _unsupported(config: JobConfig) -> Iterator[str]:
-    """Values that are legal names but don't work so far. A section that is not enabled can't be wrong."""
-    for key in KEYS.values():
-        switch = f"{key.section}.enable"
-        with suppress(UnreadValue):
-            value = get(config, key.name)
-            if key.supported and value not in key.supported and (switch not in KEYS or get(config, switch)):
-                works = " or ".join("none" if item is None else to_toml(item) for item in key.supported)
-                yield f"{key.name} = {to_toml(value)}: not supported yet; legal for now: {works}"
 
 
 def _mesh_mistakes(config: JobConfig, num_ranks: int) -> Iterator[str]:
@@ -346,7 +334,7 @@ def _fitting_preset(need: MemoryNeed, world: World) -> str | None:
         config = load_config(["--config", str(TRAIN_CONFIGS / f"{name}.toml")], environ={}).config
         size = _find_size(config)
         smaller = _need(config, size, world) if size else None
-        if size is None or smaller is None or any(_unsupported(config)):
+        if size is None or smaller is None:
             continue
         if any(_mesh_mistakes(config, world.num_ranks)) or any(_tensor_parallel_mistakes(config, size)):
             continue

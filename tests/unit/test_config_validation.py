@@ -321,11 +321,6 @@ def test_data_of_validation(tmp_path: Path) -> None:
     assert validate(load(f"--validation.dataset_path={tmp_path / 'gone'}"), CPU_2) == []
 
 
-def test_values_that_come_later_are_refused() -> None:
-    [mistake] = validate(load("--optimizer.ns_kernel=quack"), CPU_2)
-    assert mistake.startswith('optimizer.ns_kernel = "quack": not supported yet; legal for now: "auto"')
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -12,6 +12,8 @@ from models.llama.initialization import Initializer
 from models.llama.model import Llama
 from models.llama.sizes import FLAVORS
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 def batch(num_valid: tuple[int, int] = (5, 31), dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -91,14 +93,17 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 @pytest.mark.parametrize("logits_at_once", [1 << 20, 17 * 7], ids=["one chunk", "nine chunks"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-7), (torch.bfloat16, 6e-3)])
 def test_loss_of_a_head_without_its_logits(
-    dtype: torch.dtype, tolerance: float, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tolerance: float, logits_at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", logits_at_once)
-    hidden, weight, label = head(dtype)
-    scaled, loss = linear_cross_entropy_sum(hidden, weight, label, torch.tensor(0.3, dtype=torch.float64))
+    monkeypatch.setitem(LOGITS_AT_ONCE, device, logits_at_once)
+    hidden, weight, label = (tensor.detach().to(device) for tensor in head(dtype))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    scale = torch.tensor(0.3, dtype=torch.float64, device=device)
+    scaled, loss = linear_cross_entropy_sum(hidden, weight, label, scale)
     expected, *gradients = of_all_logits(hidden, weight, label, 0.3)
     assert (scaled.dtype, loss.dtype, loss.requires_grad) == (torch.float32, torch.float32, False)
     assert relative(loss, expected) < tolerance

@@ -1,6 +1,8 @@
 """Newton-Schulz against a float64 iteration of the same polynomial, and on the inputs that break careless code."""
 
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -172,8 +174,33 @@ def test_a_gpu_takes_triton_only_where_it_can_and_was_measured(
     words = ["float32", "nothing was measured on compute capability 10.0", "no tensor descriptors", "not installed"]
     assert len(caplog.records) == len(words)
     assert all(word in record.getMessage() for word, record in zip(words, caplog.records, strict=True))
-    with pytest.raises(ValueError, match="quack"):
-        planning.choose_kernel("quack", gpu, half)
+
+
+def test_quack_is_taken_where_it_is_asked_for_and_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu, half = torch.device("cuda"), torch.float16
+    monkeypatch.setattr(planning, "has_triton", lambda: True)
+    capability = (9, 0)
+    monkeypatch.setattr(planning, "_capability", lambda _: capability)
+    planning._say_once.cache_clear()
+    with monkeypatch.context() as installed:
+        installed.setitem(sys.modules, "dmuon.newton_schulz.quack_kernels", ModuleType("quack_kernels"))
+        assert planning.choose_kernel("quack", gpu, half) == "quack"
+        plan = planning.plan_batch((2, 250, 1000), gpu, dtype=half, kernel="quack")
+        assert (plan.kernel, plan.form, plan.padded, plan.gram_tiles) == ("quack", "gram", (2, 256, 1000), None)
+        assert "quack" in str(plan)
+        assert not caplog.records
+        assert planning.choose_kernel("quack", torch.device("cpu"), half) == "torch"
+        assert planning.choose_kernel("quack", gpu, torch.float32) == "torch"
+        capability = (7, 5)
+        assert planning.choose_kernel("quack", gpu, half) == "torch"
+    capability = (9, 0)
+    monkeypatch.setitem(sys.modules, "quack", None)  # importing it fails
+    assert planning.choose_kernel("quack", gpu, half) == "torch"
+    words = ["no GPU", "float32", "compute capability 7.5", "pip install quack-kernels"]
+    assert len(caplog.records) == len(words)
+    assert all(word in record.getMessage() for word, record in zip(words, caplog.records, strict=True))
 
 
 def test_a_plan_is_a_function_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

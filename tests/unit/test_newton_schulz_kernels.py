@@ -1,4 +1,4 @@
-"""The Triton kernels against float64: on a GPU (marked `gpu`), and on any machine with Triton in its interpreter.
+"""The kernels against float64: on a GPU (marked `gpu`), and Triton's on any machine with Triton in its interpreter.
 
 The interpreter must be chosen before Triton is imported. So without a GPU one test runs this file again in a process
 of its own.
@@ -51,6 +51,22 @@ def test_in_the_interpreter() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     pytest.importorskip("triton")
     return torch.device(request.param)
+
+
+@pytest.fixture(
+    params=[
+        "triton",
+        pytest.param(
+            "quack",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(importlib.util.find_spec("quack") is None, reason="needs the extra 'quack'"),
+            ],
+        ),
+    ]
+)
+def kernel(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -140,7 +156,7 @@ def test_every_tile_on_and_above_the_diagonal_is_visited_once() -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "1e-2", "1e-3"])
 @pytest.mark.parametrize("shape", [(128, 128), (128, 384), (384, 128), (100, 206)], ids=str)
 def test_fp16_stays_close_to_float64(
-    shape: tuple[int, int], kind: str, coefficients: str, device: torch.device
+    shape: tuple[int, int], kind: str, coefficients: str, device: torch.device, kernel: str
 ) -> None:
     matrices = gaussian(1, *shape) if kind == "gaussian" else with_spectrum(*shape, float(kind))[None]
     for backend in ("gram", "direct"):
@@ -149,26 +165,26 @@ def test_fp16_stays_close_to_float64(
             backend=backend,
             coefficients=coefficients,
             dtype=torch.float16,
-            kernel="triton",
+            kernel=kernel,
         )
         assert error(got, reference(matrices, coefficients)) <= 4e-2
         assert torch.linalg.matrix_norm(got.double(), ord=2).item() <= BANDS[coefficients] + 0.04
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-def test_scale_of_the_input_does_not_matter(scale: float, device: torch.device) -> None:
+def test_scale_of_the_input_does_not_matter(scale: float, device: torch.device, kernel: str) -> None:
     matrices = gaussian(1, 72, 144)
-    got = orthogonalize((matrices * scale).to(device), dtype=torch.float16, kernel="triton")
+    got = orthogonalize((matrices * scale).to(device), dtype=torch.float16, kernel=kernel)
     assert error(got, reference(matrices)) < 2e-2
 
 
-def test_zero_rank_one_and_non_finite(device: torch.device) -> None:
+def test_zero_rank_one_and_non_finite(device: torch.device, kernel: str) -> None:
     matrices = gaussian(4, 72, 144)
-    alone = orthogonalize(matrices[3:].to(device), dtype=torch.float16, kernel="triton")
+    alone = orthogonalize(matrices[3:].to(device), dtype=torch.float16, kernel=kernel)
     matrices[0] = 0
     matrices[1] = gaussian(72, 1) @ gaussian(1, 144, seed=5)
     matrices[2, 5, 7] = torch.inf
-    got = orthogonalize(matrices.to(device), dtype=torch.float16, kernel="triton").cpu()
+    got = orthogonalize(matrices.to(device), dtype=torch.float16, kernel=kernel).cpu()
     assert not got[0].any()
     values = torch.linalg.svdvals(got[1].float())
     assert 0.8 < values[0] < 1.2
@@ -178,20 +194,22 @@ def test_zero_rank_one_and_non_finite(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (1, 300), (300, 1), (3, 64)], ids=str)
-def test_narrow_matrices(shape: tuple[int, int], device: torch.device) -> None:
+def test_narrow_matrices(shape: tuple[int, int], device: torch.device, kernel: str) -> None:
     matrices = gaussian(2, *shape)
-    got = orthogonalize(matrices.to(device), dtype=torch.float16, kernel="triton")
+    got = orthogonalize(matrices.to(device), dtype=torch.float16, kernel=kernel)
     assert got.shape == matrices.shape
     assert error(got, reference(matrices)) < 2e-2
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (72, 150), (150, 72)], ids=str)
-def test_batches_equal_single_matrices_and_themselves(shape: tuple[int, int], device: torch.device) -> None:
+def test_batches_equal_single_matrices_and_themselves(
+    shape: tuple[int, int], device: torch.device, kernel: str
+) -> None:
     matrices = gaussian(5, *shape).to(device)
-    got = orthogonalize(matrices, dtype=torch.float16, kernel="triton")
-    assert torch.equal(got, orthogonalize(matrices, dtype=torch.float16, kernel="triton"))
+    got = orthogonalize(matrices, dtype=torch.float16, kernel=kernel)
+    assert torch.equal(got, orthogonalize(matrices, dtype=torch.float16, kernel=kernel))
     for index in range(5):
-        single = orthogonalize(matrices[index : index + 1], dtype=torch.float16, kernel="triton")
+        single = orthogonalize(matrices[index : index + 1], dtype=torch.float16, kernel=kernel)
         assert error(got[index : index + 1], single) < 5e-3
 
 
@@ -248,7 +266,7 @@ def filled(execution: Execution, plan: BatchPlan, seed: int) -> tuple[Tensor, Te
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(2, 72, 144), (1, 150, 75)], ids=str)
 def test_fused_update_equals_torch_operations(
-    shape: tuple[int, int, int], nesterov: bool, momentum_dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int, int], nesterov: bool, momentum_dtype: torch.dtype, device: torch.device, kernel: str
 ) -> None:
     from dmuon.newton_schulz.updates import FusedUpdates, Piece
 
@@ -270,7 +288,7 @@ def test_fused_update_equals_torch_operations(
     ]
     before = [piece._replace(master=piece.master.clone(), momentum=piece.momentum.clone()) for piece in pieces]
     before = [piece._replace(grad=piece.grad.clone()) for piece in before]
-    fused = FusedUpdates("triton")
+    fused = FusedUpdates(kernel)
     plan = fused.plan([shape, shape], device, group)
     assert fused.can_take(plan, pieces)
     fused(plan, pieces, group, 3.0, torch.ones((), device=device))
@@ -290,4 +308,4 @@ def test_fused_update_equals_torch_operations(
         orthogonal = orthogonalize(update, dtype=torch.float16, kernel="torch").double()
         moved = piece.master.double() - master.double() * (1 - 0.1 * 0.2)
         assert error(moved, -0.1 * 3.0 * orthogonal) < 3e-2
-    assert fused.execution.num_runs["triton"] == 2
+    assert fused.execution.num_runs[kernel] == 2
