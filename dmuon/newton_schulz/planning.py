@@ -207,7 +207,7 @@ def _obstacle_to_quack(capability: tuple[int, int]) -> str:
         return f"quack has no kernels for compute capability {capability[0]}.{capability[1]}"
     try:
         importlib.import_module("dmuon.newton_schulz.quack_kernels")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # not installed, or in part, or not for this driver
         return f"quack can't be imported ({error}); pip install quack-kernels"
     return ""
 
