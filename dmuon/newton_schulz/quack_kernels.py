@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 # By name: torch is this library's only dependency.
+_TILE = 256
+
 _gemm_symmetric: Any = importlib.import_module("quack.gemm_interface").gemm_symmetric
 
 
@@ -31,8 +33,19 @@ def symmetric_product(
     left, right = (A.mT, B) if tall else (A, B.mT)
     added: dict[str, Any] = {"C": A if D is None else D, "beta": float(beta)} if beta else {}
     _gemm_symmetric(left, right, out=out_Bnn, alpha=float(alpha), **added)
+    _mirror_diagonal_tiles(out_Bnn)
     if E is not None:
         out_Bnn.add_(E, alpha=delta)
     if gamma:
         out_Bnn.diagonal(dim1=-2, dim2=-1).add_(gamma)
     return out_Bnn
+
+
+def _mirror_diagonal_tiles(out_Bnn: Tensor) -> None:
+    """quack mirrors what lies off the diagonal; within a tile on it, rounding errors differ."""
+    whole = out_Bnn.shape[1] // _TILE * _TILE
+    tiles = out_Bnn[:, :whole, :whole].unflatten(2, (-1, _TILE)).unflatten(1, (-1, _TILE)) if whole else None
+    rest = out_Bnn[:, whole:, whole:]
+    for part in ([tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)] if tiles is not None else []) + [rest]:
+        if part.numel():
+            part.copy_(part.triu() + part.triu(1).mT)
