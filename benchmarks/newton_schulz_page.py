@@ -1,6 +1,9 @@
 """Puts a result of benchmarks/newton_schulz.py into docs/kernels.md. Needs no GPU.
 
 python -m benchmarks.newton_schulz_page benchmarks/results/newton_schulz_h200.json
+python -m benchmarks.newton_schulz_page benchmarks/results/newton_schulz_quack_h200.jsonl
+
+A result that has times of quack's in it fills the table of these, a line of the file each column.
 """
 
 from __future__ import annotations
@@ -8,11 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import DOCS, replace_marked
+from benchmarks.page import DOCS, markdown_table, replace_marked
 
 KERNELS = [f"{k} {d} {f}" for d in ("float16", "bfloat16") for k in ("triton", "torch") for f in ("gram", "direct")]
 
@@ -22,7 +25,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     result = parser.parse_args().result
-    replace_marked(DOCS / "kernels.md", "benchmarks.newton_schulz", tables(json.loads(result.read_text()), result))
+    lines = [json.loads(line) for line in result.read_text().splitlines()]
+    if "quack_ms" in lines[0]["cases"][0]:
+        replace_marked(DOCS / "kernels.md", "quack", beside_quack(lines, result))
+    else:
+        replace_marked(DOCS / "kernels.md", "benchmarks.newton_schulz", tables(lines[0], result))
+
+
+def beside_quack(lines: Sequence[Mapping[str, Any]], result: Path) -> str:
+    """Markdown: what each line has for a case."""
+    header = ["matrices", *(f"{column}, {line['commit']}" for line in lines for column in ("Triton, ms", "quack, ms"))]
+    rows = []
+    for cases in zip(*(line["cases"] for line in lines), strict=True):
+        cells = [
+            cell
+            for case in cases
+            for cell in (f"{case['ms']:.3f}", f"{case['quack_ms']:.3f} ({case['quack_ms'] / case['ms']:.2f})")
+        ]
+        num, *shape = cases[0]["shape"]
+        rows.append([f"{num} of {shape[0]} x {shape[1]}", *cells])
+    made = lines[0]
+    source = f"{result}: {made['device']}, torch {made['torch']}, {made['dtype']}, made by\n\n    {made['command']}"
+    return f"{markdown_table(header, rows)}\n\n{source}"
 
 
 def tables(line: Mapping[str, Any], result: Path) -> str:

@@ -86,7 +86,7 @@ def step_time() -> str:
                 )
             )
     header = ("model, checkpointing, commit", "optimizer", "ms a step", "over AdamW", "floors, ms", "peak GiB", "MFU")
-    return _table(header, rows, [(name, lines[0])])
+    return _table(header, rows, [(name, line) for line in lines])
 
 
 def training_speed() -> str:
@@ -107,7 +107,7 @@ def training_speed() -> str:
         for case in line["cases"]
     ]
     header = ("job, commit", "tokens/s/GPU", "MFU", "TorchTitan", "ratio", "reserved GiB", "TorchTitan")
-    return _table(header, rows, [(name, lines[0])])
+    return _table(header, rows, [(name, line) for line in lines])
 
 
 def publish() -> str:
@@ -167,14 +167,20 @@ def many_gpus() -> str:
 def _tables_of_many_gpus(name: str) -> Iterator[str]:
     lines = _lines(name)
     (machine, *_) = (line for line in lines if "device" in line)
-    (part, *_) = (line for line in lines if line["benchmark"] == "many_gpus")
     yield f"### {machine['num_devices']} {machine['device']}"
     for title, table in MANY_GPUS.items():
         header, rows = table(lines)
         if rows:
             yield f"{title[0].upper()}{title[1:]}:"
             yield markdown_table(header, rows)
-    yield _source(name, machine | {"command": part["command"]})
+    # What a part measured comes before the line that tells of the part.
+    commit, sources = "", dict[tuple[str, str], None]()
+    for line in lines:
+        commit = line.get("commit", commit)
+        if line["benchmark"] == "many_gpus":
+            sources[commit, line["command"]] = None
+    for commit, command in sources:
+        yield _source(name, machine | {"commit": commit, "command": command})
 
 
 TABLES: dict[str, Callable[[], str]] = {
