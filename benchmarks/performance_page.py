@@ -177,7 +177,7 @@ def _tables_of_many_gpus(name: str) -> Iterator[str]:
     commit, sources = "", dict[tuple[str, str], None]()
     for line in lines:
         commit = line.get("commit", commit)
-        if line["benchmark"] == "many_gpus":
+        if line["benchmark"] == "many_gpus" and commit:
             sources[commit, line["command"]] = None
     for commit, command in sources:
         yield _source(name, machine | {"commit": commit, "command": command})
