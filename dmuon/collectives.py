@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.aside import Aside
-from dmuon.torch_internals import coalesced, group_timeout
+from dmuon.torch_internals import coalesced, group_timeout, new_group_of_members
 
 Wait = Callable[[], object]
 """Returned by an asynchronous collective. NCCL: the current stream waits. Gloo: the host does."""
-
-_GROUPS_OF_AN_AXIS = 2
 
 Transfer = tuple[Tensor, int]
 """What a broadcast fills or a reduction sums, and the index of its root on the axis."""
@@ -54,22 +52,8 @@ class Axis:
         if mesh is not None and self.size > 1:
             timeout = group_timeout(mesh.get_group(), mesh.device_type)
             # Only members take part, so that a slice of a larger mesh can be set up by the ranks that see it.
-            self.groups = [
-                dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
-                for _ in range(_GROUPS_OF_AN_AXIS)
-            ]
+            self.groups = [new_group_of_members(self.ranks, timeout) for _ in range(2)]
             self._broadcast_group, self._reduce_group = self.groups
-
-    @staticmethod
-    def of_others() -> None:
-        """Called where other ranks set up a run of an axis while this one does not.
-
-        From torch 2.14 on a group's name tells how many its ranks have made before. Ranks that had made fewer would
-        not find the others at the next group, whoever makes it: they make as many, of their own.
-        """
-        for _ in range(_GROUPS_OF_AN_AXIS):
-            group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-            dist.destroy_process_group(group)
 
     def broadcast(self, transfers: Sequence[Transfer]) -> Wait:
         """Fills each tensor everywhere with what its root holds."""

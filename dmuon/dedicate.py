@@ -196,14 +196,12 @@ def _check_joint_owners(max_joint_owners: int, shard_mesh: DeviceMesh, tp_mesh: 
 
 def _joint_axes(assignment: Assignment, axes: DataParallelAxes, shard_mesh: DeviceMesh) -> dict[tuple[int, int], Axis]:
     """See `DataParallelAxes`."""
-    runs = {(num, assignment.owners[name]) for name, num in assignment.num_owners.items()}
-    found = {}
-    for num, owner in sorted(runs, reverse=True):
-        if owner.replicate == axes.replicate.index and 0 <= axes.shard.index - owner.shard < num:
-            found[owner.shard, num] = Axis(shard_mesh, slice(owner.shard, owner.shard + num))
-        else:
-            Axis.of_others()
-    return found
+    groups = {(num, assignment.owners[name]) for name, num in assignment.num_owners.items()}
+    return {
+        (owner.shard, num): Axis(shard_mesh, slice(owner.shard, owner.shard + num))
+        for num, owner in sorted(groups, reverse=True)
+        if owner.replicate == axes.replicate.index and 0 <= axes.shard.index - owner.shard < num
+    }
 
 
 def _dedicated(

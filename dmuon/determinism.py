@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon.collectives import Axis, tree_sum
 from dmuon.hooks import find_runtime
-from dmuon.torch_internals import GradientReduction, gradient_reductions, group_timeout
+from dmuon.torch_internals import GradientReduction, gradient_reductions, group_timeout, new_group_of_members
 
 _ATTRIBUTE = "_dmuon_fixed_tree"
 _enabled = False
@@ -163,8 +163,7 @@ def _replicate_axis(model: nn.Module, mesh: DeviceMesh | None) -> Axis | Replica
 
 def _new_group(axis: Axis, device_type: str) -> dist.ProcessGroup:
     """A group of its own: dmuon's reductions over the axis go their own way, beside the caller."""
-    timeout = group_timeout(axis.groups[0], device_type)
-    group = dist.new_group(axis.ranks, timeout=timeout, use_local_synchronization=True)
+    group = new_group_of_members(axis.ranks, group_timeout(axis.groups[0], device_type))
     axis.groups.append(group)  # so that process_groups() knows it
     return group
 

@@ -7,7 +7,8 @@ import importlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 _DEDICATED = "_dmuon_dedicated"
+
+# Groups that `new_group_of_members` made, by ranks; and more than torch will ever have made by itself.
+_num_made: Counter[tuple[int, ...]] = Counter()
+_FIRST_NUMBER = 1 << 32
 
 
 def in_backward() -> bool:
@@ -143,6 +148,21 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """After how long a collective of this group counts as stuck."""
     return group._get_backend(torch.device(device_type)).options._timeout
+
+
+def new_group_of_members(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A group that these ranks make and no others, whatever groups any rank has made before."""
+    world = dist.distributed_c10d._world
+    before = world.group_count
+    _num_made[tuple(ranks)] += 1
+    # From torch 2.14 on its name and all later ones tell how many groups this rank has made. Ranks whose numbers
+    # differed would never meet: the number in this name is that of these ranks, and torch's own stays as it was.
+    world.group_count = _FIRST_NUMBER + _num_made[tuple(ranks)]
+    try:
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    finally:
+        world.group_count = before
+    return group
 
 
 @contextmanager

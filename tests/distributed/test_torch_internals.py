@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,30 @@ def test_gradient_reductions_are_those_that_the_setters_set(ranks: Callable[[int
             (False, True, "a reduce-scatter of ours", "cpu"),
             [],
         ]
+
+
+def meet() -> list[float]:
+    """Sums of ones over groups of members, of which ranks have made different numbers, and over groups of all."""
+    rank, sums = dist.get_rank(), []
+
+    def meet_in(group: dist.ProcessGroup | None) -> None:
+        seen = torch.ones(1)
+        dist.all_reduce(seen, group=group)
+        sums.append(seen.item())
+
+    for num_more in (0, 2):
+        if rank < 2:
+            for _ in range(1 + num_more):
+                meet_in(torch_internals.new_group_of_members([0, 1], timedelta(seconds=60)))
+        elif rank == 2:
+            meet_in(torch_internals.new_group_of_members([2], timedelta(seconds=60)))
+        meet_in(dist.new_group(timeout=timedelta(seconds=60)))
+    return sums
+
+
+def test_groups_of_members_are_nobody_elses_concern(ranks: Callable[[int], RankPool]) -> None:
+    """torch 2.14 counts them: at the next group of all, rank 3 would wait for a name that nobody else has."""
+    assert ranks(4).run(meet) == [[2, 4, 2, 2, 2, 4], [2, 4, 2, 2, 2, 4], [1, 4, 1, 4], [4, 4]]
 
 
 def wait_for_nobody(timeout_s: float) -> float:
