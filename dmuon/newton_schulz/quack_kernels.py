@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 
 # By name: torch is this library's only dependency.
-_TILE = 256
-
 _gemm_symmetric: Any = importlib.import_module("quack.gemm_interface").gemm_symmetric
+
+# Side of the squares that quack cuts a result into; on GPUs where they are smaller, more than needs it is mirrored.
+_TILE = 256
 
 
 def symmetric_product(
@@ -43,9 +44,11 @@ def symmetric_product(
 
 def _mirror_diagonal_tiles(out_Bnn: Tensor) -> None:
     """quack mirrors what lies off the diagonal; within a tile on it, rounding errors differ."""
-    whole = out_Bnn.shape[1] // _TILE * _TILE
-    tiles = out_Bnn[:, :whole, :whole].unflatten(2, (-1, _TILE)).unflatten(1, (-1, _TILE)) if whole else None
-    rest = out_Bnn[:, whole:, whole:]
-    for part in ([tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)] if tiles is not None else []) + [rest]:
-        if part.numel():
-            part.copy_(part.triu() + part.triu(1).mT)
+    size = out_Bnn.shape[1]
+    whole = size // _TILE * _TILE
+    parts = [out_Bnn[:, whole:, whole:]] if whole < size else []
+    if whole:
+        tiles = out_Bnn[:, :whole, :whole].unflatten(2, (-1, _TILE)).unflatten(1, (-1, _TILE))
+        parts.append(tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1))
+    for part in parts:
+        part.copy_(part.triu() + part.triu(1).mT)
