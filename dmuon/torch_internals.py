@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
 import re
@@ -22,9 +23,8 @@ from torch.distributed.tensor import DTensor
 
 _DEDICATED = "_dmuon_dedicated"
 
-# Groups that `new_group_of_members` made, by ranks; and more than torch will ever have made by itself.
+# Groups that `new_group_of_members` made, by ranks.
 _num_made: Counter[tuple[int, ...]] = Counter()
-_FIRST_NUMBER = 1 << 32
 
 
 def in_backward() -> bool:
@@ -151,18 +151,21 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
 
 
 def new_group_of_members(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A group that these ranks make and no others, whatever groups any rank has made before."""
-    world = dist.distributed_c10d._world
-    before = world.group_count
-    _num_made[tuple(ranks)] += 1
-    # From torch 2.14 on its name and all later ones tell how many groups this rank has made. Ranks whose numbers
-    # differed would never meet: the number in this name is that of these ranks, and torch's own stays as it was.
-    world.group_count = _FIRST_NUMBER + _num_made[tuple(ranks)]
+    """A group that these ranks make and no others, whatever groups any rank has made before.
+
+    torch names such a group by the groups that this rank is in (to 2.13) or has made (from 2.14 on, where it counts in
+    the names of later ones too). Ranks that differ in these would wait for each other's name for ever.
+    """
+    c10d: Any = dist.distributed_c10d
+    num_made, name_by_ranks = c10d._world.group_count, c10d._hash_ranks_to_str
+    number = _num_made[tuple(ranks)] = _num_made[tuple(ranks)] + 1
+    name = hashlib.sha1(f"dmuon {ranks} {number}".encode(), usedforsecurity=False).hexdigest()
+    c10d._hash_ranks_to_str = lambda _: name
     try:
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     finally:
-        world.group_count = before
-    return group
+        c10d._hash_ranks_to_str = name_by_ranks
+        c10d._world.group_count = num_made
 
 
 @contextmanager

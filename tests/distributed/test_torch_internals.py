@@ -122,26 +122,29 @@ def test_gradient_reductions_are_those_that_the_setters_set(ranks: Callable[[int
 
 def meet() -> list[float]:
     """Sums of ones over groups of members, of which ranks have made different numbers, and over groups of all."""
-    rank, sums = dist.get_rank(), []
+    timeout, sums = timedelta(seconds=60), []
 
     def meet_in(group: dist.ProcessGroup | None) -> None:
         seen = torch.ones(1)
         dist.all_reduce(seen, group=group)
         sums.append(seen.item())
 
-    for num_more in (0, 2):
-        if rank < 2:
-            for _ in range(1 + num_more):
-                meet_in(torch_internals.new_group_of_members([0, 1], timedelta(seconds=60)))
-        elif rank == 2:
-            meet_in(torch_internals.new_group_of_members([2], timedelta(seconds=60)))
-        meet_in(dist.new_group(timeout=timedelta(seconds=60)))
+    dist.new_group([0, 1], timeout=timeout)  # of which ranks 2 and 3 are no part, as in many a script
+    for members in ([0, 1, 2, 3], [0, 1], [0, 1], [1, 2], [0, 1, 2, 3]):
+        if dist.get_rank() in members:
+            meet_in(torch_internals.new_group_of_members(members, timeout))
+        meet_in(dist.new_group(timeout=timeout))
     return sums
 
 
-def test_groups_of_members_are_nobody_elses_concern(ranks: Callable[[int], RankPool]) -> None:
-    """torch 2.14 counts them: at the next group of all, rank 3 would wait for a name that nobody else has."""
-    assert ranks(4).run(meet) == [[2, 4, 2, 2, 2, 4], [2, 4, 2, 2, 2, 4], [1, 4, 1, 4], [4, 4]]
+def test_groups_of_members_form_whatever_groups_there_are(ranks: Callable[[int], RankPool]) -> None:
+    """Ranks would wait for each other: to torch 2.13 in those of members, from 2.14 on in those of all as well."""
+    assert ranks(4).run(meet) == [
+        [4, 4, 2, 4, 2, 4, 4, 4, 4],
+        [4, 4, 2, 4, 2, 4, 2, 4, 4, 4],
+        [4, 4, 4, 4, 2, 4, 4, 4],
+        [4, 4, 4, 4, 4, 4, 4],
+    ]
 
 
 def wait_for_nobody(timeout_s: float) -> float:
