@@ -158,8 +158,9 @@ def new_group_of_members(ranks: Sequence[int], timeout: timedelta) -> dist.Proce
     """
     c10d: Any = dist.distributed_c10d
     num_made, name_by_ranks = c10d._world.group_count, c10d._hash_ranks_to_str
-    number = _num_made[tuple(ranks)] = _num_made[tuple(ranks)] + 1
-    name = hashlib.sha1(f"dmuon {ranks} {number}".encode(), usedforsecurity=False).hexdigest()
+    members = tuple(ranks)
+    _num_made[members] += 1
+    name = hashlib.sha1(f"dmuon {members} {_num_made[members]}".encode(), usedforsecurity=False).hexdigest()
     c10d._hash_ranks_to_str = lambda _: name
     try:
         return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
