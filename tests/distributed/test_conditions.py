@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon import torch_internals
 from tests.distributed import foreign_models as fm
 from tests.distributed.foreign_models import DIM, Case
 from tests.distributed.pool import RankPool
@@ -312,6 +315,20 @@ def train_keeping(reshard: bool) -> None:
 def test_blocks_leave_a_loss_behind(ranks: Ranks, reshard: bool) -> None:
     """Were it wrong: a gradient that comes past the output would be reduced too early, or find no weights."""
     ranks(2).run(train_keeping, reshard)
+
+
+def train_beside_other_groups() -> None:
+    for members in ([0], [0, 1], [1, 2, 3]):
+        dist.new_group(members)
+    if dist.get_rank() != 3:
+        torch_internals.new_group_of_members([0, 1, 2], timedelta(seconds=60))
+    train_beside_plain(Case(fm.Transformer, fm.language_loss, MLP_UNITS), shape=(2, 2))
+    dist.barrier(dist.new_group())
+
+
+def test_scripts_have_groups_of_some_ranks(ranks: Ranks) -> None:
+    """torch names dmuon's groups by those that a rank is in or has made: ranks would wait for each other."""
+    ranks(4).run(train_beside_other_groups)
 
 
 def error_of_unknown_container() -> tuple[str, bool]:
