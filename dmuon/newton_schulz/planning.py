@@ -11,7 +11,7 @@ import importlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -110,20 +110,19 @@ def plan_batch(
         return BatchPlan((num, rows, cols), "torch", form, dtype)
     # With symmetric products the two forms cost the same for square matrices, where the direct one rounds less.
     form = "gram" if backend == "gram" and 6 * big + 14 * small < 15 * big + 5 * small else "direct"
-    plan = BatchPlan(
+    gram_tiles = square_tiles = None
+    if chosen == "triton":
+        capability = _capability(device)
+        gram_tiles = choose_tiles(capability, Product("wide" if rows <= cols else "tall", small, big, num))
+        square_tiles = choose_tiles(capability, Product("square", small, small, num))
+    return BatchPlan(
         (num, rows, cols),
         chosen,
         form,
         dtype,
-        replays=replays and device.type == "cuda" and newton_schulz_flops(shape) <= _MOST_REPLAYED_FLOPS,
-    )
-    if chosen != "triton":
-        return plan
-    capability = _capability(device)
-    return replace(
-        plan,
-        gram_tiles=choose_tiles(capability, Product("wide" if rows <= cols else "tall", small, big, num)),
-        square_tiles=choose_tiles(capability, Product("square", small, small, num)),
+        gram_tiles,
+        square_tiles,
+        replays and device.type == "cuda" and newton_schulz_flops(shape) <= _MOST_REPLAYED_FLOPS,
     )
 
 
@@ -192,7 +191,9 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str:
         return "symmetric products were written for NVIDIA GPUs"
     capability = _capability(device)
     if name == "quack":
-        return _obstacle_to_quack(capability)
+        if capability < (8, 0):
+            return f"quack has no kernels for compute capability {capability[0]}.{capability[1]}"
+        return _obstacle_to_quack()
     if capability < (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} has no tensor descriptors"
     if name == "auto" and capability not in MEASURED:
@@ -202,9 +203,9 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def _obstacle_to_quack(capability: tuple[int, int]) -> str:
-    if capability < (8, 0):
-        return f"quack has no kernels for compute capability {capability[0]}.{capability[1]}"
+@functools.cache
+def _obstacle_to_quack() -> str:
+    """Asked for every batch of every step, and an import that fails takes seconds each time."""
     try:
         importlib.import_module("dmuon.newton_schulz.quack_kernels")
     except (ImportError, OSError, RuntimeError) as error:  # not installed, or in part, or not for this driver

@@ -184,6 +184,7 @@ def test_quack_is_taken_where_it_is_asked_for_and_installed(
     capability = (9, 0)
     monkeypatch.setattr(planning, "_capability", lambda _: capability)
     planning._say_once.cache_clear()
+    planning._obstacle_to_quack.cache_clear()
     with monkeypatch.context() as installed:
         installed.setitem(sys.modules, "dmuon.newton_schulz.quack_kernels", ModuleType("quack_kernels"))
         assert planning.choose_kernel("quack", gpu, half) == "quack"
@@ -197,7 +198,9 @@ def test_quack_is_taken_where_it_is_asked_for_and_installed(
         assert planning.choose_kernel("quack", gpu, half) == "torch"
     capability = (9, 0)
     monkeypatch.setitem(sys.modules, "quack", None)  # importing it fails
+    planning._obstacle_to_quack.cache_clear()
     assert planning.choose_kernel("quack", gpu, half) == "torch"
+    planning._obstacle_to_quack.cache_clear()
     words = ["no GPU", "float32", "compute capability 7.5", "pip install quack-kernels"]
     assert len(caplog.records) == len(words)
     assert all(word in record.getMessage() for word, record in zip(words, caplog.records, strict=True))
