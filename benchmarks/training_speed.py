@@ -3,7 +3,7 @@
 python -m benchmarks.training_speed --out benchmarks/results/training_speed.json
 
 Every case is a job as `run_train.sh` runs it, but for the sizes: 30 steps of AdamW at sequence 8192 in bf16 with
-selective activation checkpointing; tokens, MFU and reserved memory are those that the job logs for steps 21 to 30.
+selective activation checkpointing; tokens, MFU and memory are those that the job logs for steps 21 to 30.
 TorchTitan's flavors have a head of their own where ours share the embedding's matrix, so these do too. Cases of one
 GPU run side by side on the GPUs there are. Prints a table and one JSON line.
 """
@@ -102,7 +102,7 @@ def main() -> None:
         print(
             f"{row['name']:40} {row['tokens_per_s']:8,.0f} tokens/s/GPU, MFU {row['measured_mfu']:.1f} % against "
             f"{row['mfu']} ({row['measured_mfu'] / row['mfu']:.3f}), {row['measured_gib']:.1f} GiB of "
-            f"{row['reserved_gib']}"
+            f"{row['reserved_gib']}, {row['allocated_gib']:.1f} allocated"
         )
     line = record("training_speed", steps=arguments.steps, cases=rows)
     print(json.dumps(line))
@@ -145,6 +145,7 @@ def run(job: Job, num_steps: int, gpus: list[int]) -> dict[str, Any]:
         "tokens_per_s": last["throughput(tps)"],
         "measured_mfu": last["mfu(%)"],
         "measured_gib": last["memory/max_reserved(GiB)"],
+        "allocated_gib": last["memory/max_allocated(GiB)"],
     }
 
 

@@ -21,8 +21,8 @@ _FP32 = 4
 _ORTHOGONALIZED_AT_ONCE = 2**26
 _ORTHOGONALIZATION_BYTES = 4
 _MOST_OWNERS = 8  # of one matrix
-LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**26}
-"""Logits that the loss works on at once: 2 GiB of them in half precision on a GPU, 256 MiB in float32 on a CPU. Of
+LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**26}
+"""Logits that the loss works on at once: 1 GiB of them in half precision on a GPU, 256 MiB in float32 on a CPU. Of
 vocabularies that are cut over ranks the CPU's number everywhere."""
 
 

@@ -136,6 +136,8 @@ class Metrics:
         }
         if len(set(figures.learning_rates)) > 1:
             values["lr/adamw"] = figures.learning_rates[1]
+        if self.device.type == "cuda":
+            values["memory/max_allocated(GiB)"] = torch.cuda.max_memory_allocated(self.device) / GIB
         if self.peak_flops is not None:
             values["mfu(%)"] = 100 * flops / self.peak_flops
         self._write(step, values)
