@@ -29,6 +29,7 @@ from dmuon.newton_schulz import tuned
 from dmuon.newton_schulz.tuned import Product, Tiles
 
 KINDS = ("wide", "tall", "square")
+MOST_PARTS = 16
 
 # n x k of Llama's projections, and as many at once as a rank's share has of them.
 PRODUCTS = [
@@ -60,7 +61,8 @@ def candidates() -> list[Tiles]:
         (64, 256, 64): [(4, 4)],
         (64, 128, 128): [(4, 2), (4, 3)],
     }
-    return [Tiles(*blocks, *each) for blocks, choices in sizes.items() for each in choices]
+    whole = [Tiles(*blocks, *each) for blocks, choices in sizes.items() for each in choices]
+    return [*whole, *(tiles._replace(parts=MOST_PARTS) for tiles in whole)]
 
 
 def main() -> None:
@@ -68,6 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--seconds", type=float, default=240, help="stop measuring after this long")
+    parser.add_argument("--size", type=int, help="measure products of this size alone")
+    parser.add_argument("--depth", type=int, help="and of this depth; the table keeps its other rows")
     parser.add_argument("--write", action="store_true", help="put the table into dmuon/newton_schulz/tuned.py")
     parser.add_argument("--out", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
@@ -78,11 +82,17 @@ def main() -> None:
     compile_s = time.perf_counter() - started
     print(f"peak {peak:.0f} TFLOP/s, {len(usable)} kernels in {compile_s:.0f} s", *failures, sep="\n", flush=True)
     rows = []
+    asked = {"size": arguments.size, "depth": arguments.depth}
     for product in PRODUCTS:
+        if any(wanted not in (None, getattr(product, name)) for name, wanted in asked.items()):
+            continue
         if time.perf_counter() - started > arguments.seconds:
             print(f"out of time before {product}")
             break
-        times = _measure(product, [tiles for kind, tiles in usable if kind == product.kind], dtype)
+        choices = [
+            tiles for kind, tiles in usable if kind == product.kind and (tiles.parts == 1 or splits(product, tiles))
+        ]
+        times = _measure(product, choices, dtype)
         flops = product.num_matrices * product.size**2 * product.depth
         rows.append((product, times, flops))
         best = sorted(times, key=times.__getitem__)[:3]
@@ -137,6 +147,21 @@ def median_ms(work: Callable[[], object], budget_ms: float = 30, most: int = 30)
     return statistics.median([once() for _ in range(2 * count)][count:])
 
 
+def splits(product: Product, tiles: Tiles) -> bool:
+    """Whether tiles are left over that parts could share among all multiprocessors."""
+    from dmuon.newton_schulz import kernels
+
+    num_processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return kernels.split(num_tiles(product, tiles), tiles.parts, num_processors)[0] > 0
+
+
+def num_tiles(product: Product, tiles: Tiles) -> int:
+    from dmuon.newton_schulz import kernels
+
+    order = kernels.tile_order(product.size, tiles.block_m, tiles.block_n, tiles.group, torch.device("cpu"))
+    return product.num_matrices * len(order)
+
+
 def _measure(product: Product, choices: Sequence[Tiles], dtype: torch.dtype) -> dict[Tiles, float]:
     from dmuon.newton_schulz import kernels
 
@@ -170,7 +195,7 @@ def _time(kind: str, A: Tensor, out: Tensor, tiles: Tiles) -> float:
 
 def _compile(tiles: Sequence[Tiles], dtype: str) -> tuple[list[tuple[str, Tiles]], list[str]]:
     """Those that compile and are right, and a line about each that is not."""
-    jobs = list(itertools.product(KINDS, tiles))
+    jobs = [(kind, each) for kind, each in itertools.product(KINDS, tiles) if kind != "square" or each.parts == 1]
     num_processes = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         faults = list(pool.map(_check, jobs, [dtype] * len(jobs)))
@@ -190,7 +215,8 @@ def _check(job: tuple[str, Tiles], dtype: str) -> str:
     if kind == "square":
         A = (A + A.mT) / 2
     out = torch.full((num, size, size), torch.nan, dtype=A.dtype, device="cuda")
-    options: dict[str, Any] = {"tall": kind == "tall"}
+    one_is_left = num_tiles(Product(kind, size, depth, num), tiles) - 1
+    options: dict[str, Any] = {"tall": kind == "tall", "num_processors": one_is_left}
     expected = A.double().mT @ A.double() if kind == "tall" else A.double() @ A.double().mT
     if kind == "square":
         options = {"alpha": 0.75, "beta": -0.5, "gamma": 1.5}
@@ -206,15 +232,16 @@ def _check(job: tuple[str, Tiles], dtype: str) -> str:
 
 
 def write_table(capability: tuple[int, int], winners: dict[Product, Tiles]) -> None:
-    """Replaces this capability's part of the table in tuned.py."""
+    """Puts these rows into this capability's part of the table in tuned.py."""
     path = Path(tuned.__file__)
-    table = {**tuned.MEASURED, capability: winners}
+    table = {**tuned.MEASURED, capability: {**tuned.MEASURED.get(capability, {}), **winners}}
     lines = ["MEASURED: dict[tuple[int, int], dict[Product, Tiles]] = {"]
     for key in sorted(table):
         lines.append(f"    {key}: {{")
         for product, tiles in sorted(table[key].items()):
             values = (repr(value).replace("'", '"') for value in (*product,))
-            lines.append(f"        Product({', '.join(values)}): Tiles({', '.join(map(repr, tiles))}),")
+            numbers = tiles if tiles.parts > 1 else tiles[:-1]
+            lines.append(f"        Product({', '.join(values)}): Tiles({', '.join(map(repr, numbers))}),")
         lines.append("    },")
     text = path.read_text()
     path.write_text("\n".join([text[: text.index("MEASURED: ")] + lines[0], *lines[1:], "}", ""]))

@@ -37,10 +37,12 @@ TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor"
 
 # Launches since the process began, for tests that prove which kernel ran.
 launches = {"symmetric_product": 0}
+# Side of what one program of `_add_parts` adds.
+_ADDED = 32
 
 
 # Integers are plain arguments: one compiled kernel serves every size.
-@triton.jit(do_not_specialize=["num_tiles", "size", "depth"])
+@triton.jit(do_not_specialize=["num_tiles", "size", "depth", "num_split", "num_parts", "part_depth"])
 def _symmetric_product(
     a_desc,
     b_desc,
@@ -49,10 +51,14 @@ def _symmetric_product(
     out_desc,
     mirror_desc,
     out_ptr,
+    parts_ptr,
     order_ptr,
     num_tiles,
     size,
     depth,
+    num_split,
+    num_parts,
+    part_depth,
     alpha,
     beta,
     gamma,
@@ -63,18 +69,29 @@ def _symmetric_product(
     TALL: tl.constexpr,
     ADDS: tl.constexpr,
     ADDS_E: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Makes one tile, and stores it at (row, col) and, mirrored, at (col, row).
 
     Programs go through all matrices, one after the other, in the order of `order_ptr`: index of the row of tiles, and
-    of the column << 16.
+    of the column << 16. If it `SPLITS`, each of the first `num_split` tiles has `num_parts` programs, which leave their
+    sums of `part_depth` products at `parts_ptr`.
     """
-    batch = tl.program_id(0) // num_tiles
-    place = tl.load(order_ptr + tl.program_id(0) % num_tiles)
+    tile = tl.program_id(0)
+    begin, end = 0, depth
+    is_part = False
+    if SPLITS:
+        is_part = tile < num_split * num_parts
+        part = tile
+        begin = tl.where(is_part, part % num_parts * part_depth, 0)
+        end = tl.where(is_part, tl.minimum(begin + part_depth, depth), depth)
+        tile = tl.where(is_part, part // num_parts, part - num_split * (num_parts - 1))
+    batch = tile // num_tiles
+    place = tl.load(order_ptr + tile % num_tiles)
     row = (place & 0xFFFF) * BLOCK_M
     col = (place >> 16) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, depth, BLOCK_K):
+    for k in range(begin, end, BLOCK_K):
         if TALL:
             a = a_desc.load([batch, k, row]).reshape(BLOCK_K, BLOCK_M).T
             b = b_desc.load([batch, k, col]).reshape(BLOCK_K, BLOCK_N)
@@ -82,25 +99,61 @@ def _symmetric_product(
             a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
             b = b_desc.load([batch, col, k]).reshape(BLOCK_N, BLOCK_K).T
         acc = tl.dot(a, b, acc)
-    rows = (row + tl.arange(0, BLOCK_M))[:, None]
-    cols = (col + tl.arange(0, BLOCK_N))[None, :]
-    if ADDS:
-        d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
-        acc = alpha * acc + beta * d.to(tl.float32)
-        if ADDS_E:
-            acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
-        acc = tl.where(rows == cols, acc + gamma, acc)
-    out = acc.to(out_desc.dtype)
-    LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
-    if row // LARGER == col // LARGER:
-        # The tiles of a square block on the diagonal. What lies below the diagonal is mirrored from another tile.
-        matrix_ptr = out_ptr + batch.to(tl.int64) * size * size
-        is_upper = (rows < cols) & (cols < size)
-        tl.store(matrix_ptr + rows * size + cols, out, mask=is_upper | ((rows == cols) & (cols < size)))
-        tl.store(matrix_ptr + cols.T * size + rows.T, out.T, mask=is_upper.T)
+    if is_part:
+        place_in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(parts_ptr + part * BLOCK_M * BLOCK_N + place_in_tile, acc)
     else:
-        out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
-        mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
+        rows = (row + tl.arange(0, BLOCK_M))[:, None]
+        cols = (col + tl.arange(0, BLOCK_N))[None, :]
+        if ADDS:
+            d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
+            acc = alpha * acc + beta * d.to(tl.float32)
+            if ADDS_E:
+                acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+            acc = tl.where(rows == cols, acc + gamma, acc)
+        out = acc.to(out_desc.dtype)
+        LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+        if row // LARGER == col // LARGER:
+            # The tiles of a square block on the diagonal.
+            _store_upper(out_ptr + batch.to(tl.int64) * size * size, out, rows, cols, size)
+        else:
+            out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
+            mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
+
+
+@triton.jit
+def _store_upper(matrix_ptr, tile, rows, cols, size):
+    """Stores what lies on and above the diagonal twice; what lies below is mirrored from another tile."""
+    is_upper = (rows < cols) & (cols < size)
+    tl.store(matrix_ptr + rows * size + cols, tile, mask=is_upper | ((rows == cols) & (cols < size)))
+    tl.store(matrix_ptr + cols.T * size + rows.T, tile.T, mask=is_upper.T)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "size", "num_parts"])
+def _add_parts(
+    parts_ptr,
+    out_ptr,
+    order_ptr,
+    num_tiles,
+    size,
+    num_parts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """Finishes an `ADDED` x `ADDED` piece of a tile that was split."""
+    pieces_across: tl.constexpr = BLOCK_N // ADDED
+    pieces: tl.constexpr = (BLOCK_M // ADDED) * pieces_across
+    tile, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+    rows = (piece // pieces_across * ADDED + tl.arange(0, ADDED))[:, None]
+    cols = (piece % pieces_across * ADDED + tl.arange(0, ADDED))[None, :]
+    acc = tl.zeros((ADDED, ADDED), dtype=tl.float32)
+    for part in range(tile * num_parts, (tile + 1) * num_parts):
+        acc += tl.load(parts_ptr + part * BLOCK_M * BLOCK_N + rows * BLOCK_N + cols)
+    place = tl.load(order_ptr + tile % num_tiles)
+    matrix_ptr = out_ptr + (tile // num_tiles).to(tl.int64) * size * size
+    out = acc.to(out_ptr.dtype.element_ty)
+    _store_upper(matrix_ptr, out, (place & 0xFFFF) * BLOCK_M + rows, (place >> 16) * BLOCK_N + cols, size)
 
 
 # Whether Triton runs kernels in its interpreter, on any device, as tests have it do.
@@ -120,6 +173,7 @@ def symmetric_product(
     delta: float = 0.0,
     E: Tensor | None = None,
     tall: bool = False,
+    num_processors: int | None = None,
 ) -> Tensor:
     """alpha A B^T + beta D + gamma I + delta E, which the caller knows to be symmetric, into `out_Bnn`.
 
@@ -127,7 +181,9 @@ def symmetric_product(
         A, B: [B, n, k] of one dtype, float16 or bfloat16, contiguous, k a multiple of 8. With `tall` they are
             [B, k, n], the product is A^T B, and n must be the multiple.
         out_Bnn: contiguous, of their dtype; none of the others.
-        D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k.
+        D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k, and
+            tiles without `parts`.
+        num_processors: tiles that run at a time, if not as many as the device has multiprocessors.
 
     Returns:
         `out_Bnn`, symmetric to the last bit: the half above the diagonal counts, whatever A and B leave below it.
@@ -136,11 +192,16 @@ def symmetric_product(
     adds = not (alpha == 1.0 and beta == 0.0 and gamma == 0.0 and E is None)
     assert A.shape == B.shape
     assert tuple(out_Bnn.shape) == (num_matrices, size, size)
-    assert not adds or size == depth
+    assert not adds or (size == depth and tiles.parts == 1)
     block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
     order = tile_order(size, block_m, block_n, tiles.group, out_Bnn.device)
+    num_tiles, num_split, num_parts = len(order) * num_matrices, 0, 1
+    if tiles.parts > 1:
+        num_split, num_parts = split(num_tiles, tiles.parts, num_processors or _multiprocessors(out_Bnn.device))
+    part_depth = -(-depth // (num_parts * block_k)) * block_k
+    parts = out_Bnn.new_empty((num_split * num_parts, block_m, block_n), dtype=torch.float32) if num_split else None
     launches["symmetric_product"] += 1
-    _symmetric_product[(len(order) * num_matrices,)](
+    _symmetric_product[(num_tiles + num_split * (num_parts - 1),)](
         TensorDescriptor.from_tensor(A, [1, block_k, block_m] if tall else [1, block_m, block_k]),
         TensorDescriptor.from_tensor(B, [1, block_k, block_n] if tall else [1, block_n, block_k]),
         TensorDescriptor.from_tensor(A if D is None else D, [1, block_m, block_n]) if adds else None,
@@ -148,10 +209,14 @@ def symmetric_product(
         TensorDescriptor.from_tensor(out_Bnn, [1, block_m, block_n]),
         TensorDescriptor.from_tensor(out_Bnn, [1, block_n, block_m]),
         out_Bnn,
+        parts,
         order,
         len(order),
         size,
         depth,
+        num_split,
+        num_parts,
+        part_depth,
         float(alpha),
         float(beta),
         float(gamma),
@@ -162,10 +227,28 @@ def symmetric_product(
         TALL=tall,
         ADDS=adds,
         ADDS_E=E is not None,
+        SPLITS=parts is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    if parts is not None:
+        _add_parts[(num_split * (block_m // _ADDED) * (block_n // _ADDED),)](
+            parts, out_Bnn, order, len(order), size, num_parts, BLOCK_M=block_m, BLOCK_N=block_n, ADDED=_ADDED
+        )
     return out_Bnn
+
+
+def split(num_tiles: int, most: int, num_processors: int) -> tuple[int, int]:
+    """How many tiles to split, and in how many parts: all beyond full rounds of the processors, and no more parts than
+    those."""
+    left = num_tiles % num_processors
+    num_parts = min(most, num_processors // left) if left else 1
+    return (left, num_parts) if num_parts > 1 else (0, 1)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -18,6 +18,8 @@ class Tiles(NamedTuple):
         block_m, block_n, block_k: sizes of a tile of the result, and of a slice of the contracted side; powers of two.
         num_warps, num_stages: of one program; slices in flight.
         group: columns of blocks that are visited together, for the cache.
+        parts: along the contracted side, of a tile that is left over when all multiprocessors have had as many as each
+            other; at most, and 1 to leave it whole.
     """
 
     block_m: int = 128
@@ -26,11 +28,13 @@ class Tiles(NamedTuple):
     num_warps: int = 8
     num_stages: int = 3
     group: int = 8
+    parts: int = 1
 
     @property
     def name(self) -> str:
         blocks = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{blocks}w{self.num_warps}s{self.num_stages}g{self.group}"
+        parts = f"p{self.parts}" if self.parts > 1 else ""
+        return f"{blocks}w{self.num_warps}s{self.num_stages}g{self.group}{parts}"
 
 
 class Product(NamedTuple):
@@ -87,7 +91,7 @@ MEASURED: dict[tuple[int, int], dict[Product, Tiles]] = {
         Product("square", 8192, 8192, 2): Tiles(128, 128, 128, 4, 3, 2),
         Product("tall", 512, 2048, 16): Tiles(64, 128, 64, 4, 3, 2),
         Product("tall", 1024, 4096, 16): Tiles(64, 128, 64, 4, 3, 2),
-        Product("tall", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("tall", 2048, 8192, 1): Tiles(128, 128, 64, 8, 4, 2, 16),
         Product("tall", 2048, 8192, 8): Tiles(128, 128, 64, 8, 4, 8),
         Product("tall", 3072, 8192, 4): Tiles(128, 256, 64, 8, 3, 8),
         Product("tall", 4096, 14336, 1): Tiles(128, 128, 64, 4, 3, 8),
@@ -100,7 +104,7 @@ MEASURED: dict[tuple[int, int], dict[Product, Tiles]] = {
         Product("wide", 1024, 4096, 16): Tiles(128, 128, 64, 8, 4, 8),
         Product("wide", 2048, 2048, 1): Tiles(64, 128, 64, 4, 3, 2),
         Product("wide", 2048, 2048, 8): Tiles(128, 128, 64, 8, 3, 2),
-        Product("wide", 2048, 8192, 1): Tiles(64, 128, 64, 4, 3, 2),
+        Product("wide", 2048, 8192, 1): Tiles(128, 128, 64, 8, 4, 2, 16),
         Product("wide", 2048, 8192, 8): Tiles(128, 128, 64, 8, 4, 2),
         Product("wide", 3072, 3072, 1): Tiles(128, 128, 64, 8, 3, 8),
         Product("wide", 3072, 3072, 8): Tiles(128, 128, 64, 8, 3, 8),

@@ -121,6 +121,43 @@ def test_gram_matrix_equals_float64(
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
+@pytest.mark.parametrize(("num", "size", "depth"), [(1, 136, 128), (3, 72, 200), (1, 104, 40)])
+def test_tiles_that_are_left_over_are_split(
+    num: int, size: int, depth: int, tiles: Tiles, device: torch.device
+) -> None:
+    from dmuon.newton_schulz.kernels import split, symmetric_product, tile_order
+
+    num_tiles = num * len(tile_order(size, tiles.block_m, tiles.block_n, tiles.group, device))
+    for num_processors in (num_tiles - 1, num_tiles - 2):
+        assert split(num_tiles, 4, num_processors)[0] == num_tiles - num_processors
+        for tall in (False, True):
+            X = gaussian(num, *((depth, size) if tall else (size, depth))).to(device, torch.float16)
+            whole, halves = (torch.full((num, size, size), torch.nan, dtype=X.dtype, device=device) for _ in range(2))
+            symmetric_product(X, X, whole, tiles, tall=tall)
+            options = {"tall": tall, "num_processors": num_processors}
+            symmetric_product(X, X, halves, tiles._replace(parts=4), **options)
+            assert error(halves, X.double().mT @ X.double() if tall else X.double() @ X.double().mT) < 4e-4
+            assert torch.equal(halves, halves.mT)
+            again = symmetric_product(X, X, torch.empty_like(halves), tiles._replace(parts=4), **options)
+            assert torch.equal(again, halves)
+            assert error(halves, whole) < 4e-4
+
+
+def test_parts_never_give_a_processor_two() -> None:
+    if not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    from dmuon.newton_schulz.kernels import split
+
+    assert split(136, 16, 132) == (4, 16)
+    assert split(171, 16, 132) == (39, 3)
+    assert split(132 + 67, 16, 132) == split(264, 16, 132) == (0, 1)
+    for num_tiles in range(1, 300):
+        num_split, num_parts = split(num_tiles, 16, 132)
+        assert num_split * num_parts <= 132
+        assert num_parts <= 16
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
 @pytest.mark.parametrize("size", [64, 72, 136])
 def test_polynomial_of_commuting_factors_equals_float64(size: int, tiles: Tiles, device: torch.device) -> None:
     from dmuon.newton_schulz.kernels import symmetric_product
