@@ -77,15 +77,13 @@ def _symmetric_product(
     of the column << 16. If it `SPLITS`, each of the first `num_split` tiles has `num_parts` programs, which leave their
     sums of `part_depth` products at `parts_ptr`.
     """
-    tile = tl.program_id(0)
-    begin, end = 0, depth
-    is_part = False
+    program = tl.program_id(0)
+    tile, begin, end = program, 0, depth
     if SPLITS:
-        is_part = tile < num_split * num_parts
-        part = tile
-        begin = tl.where(is_part, part % num_parts * part_depth, 0)
+        is_part = program < num_split * num_parts
+        tile = tl.where(is_part, program // num_parts, program - num_split * (num_parts - 1))
+        begin = tl.where(is_part, program % num_parts * part_depth, 0)
         end = tl.where(is_part, tl.minimum(begin + part_depth, depth), depth)
-        tile = tl.where(is_part, part // num_parts, part - num_split * (num_parts - 1))
     batch = tile // num_tiles
     place = tl.load(order_ptr + tile % num_tiles)
     row = (place & 0xFFFF) * BLOCK_M
@@ -99,26 +97,37 @@ def _symmetric_product(
             a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
             b = b_desc.load([batch, col, k]).reshape(BLOCK_N, BLOCK_K).T
         acc = tl.dot(a, b, acc)
-    if is_part:
-        place_in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(parts_ptr + part * BLOCK_M * BLOCK_N + place_in_tile, acc)
+    if SPLITS:
+        if is_part:
+            within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(parts_ptr + program * BLOCK_M * BLOCK_N + within, acc)
+        else:
+            _store_twice(out_desc, mirror_desc, out_ptr, acc, batch, row, col, size)
     else:
-        rows = (row + tl.arange(0, BLOCK_M))[:, None]
-        cols = (col + tl.arange(0, BLOCK_N))[None, :]
         if ADDS:
             d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
             acc = alpha * acc + beta * d.to(tl.float32)
             if ADDS_E:
                 acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
-            acc = tl.where(rows == cols, acc + gamma, acc)
-        out = acc.to(out_desc.dtype)
-        LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
-        if row // LARGER == col // LARGER:
-            # The tiles of a square block on the diagonal.
-            _store_upper(out_ptr + batch.to(tl.int64) * size * size, out, rows, cols, size)
-        else:
-            out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
-            mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
+            is_diagonal = (row + tl.arange(0, BLOCK_M))[:, None] == (col + tl.arange(0, BLOCK_N))[None, :]
+            acc = tl.where(is_diagonal, acc + gamma, acc)
+        _store_twice(out_desc, mirror_desc, out_ptr, acc, batch, row, col, size)
+
+
+@triton.jit
+def _store_twice(out_desc, mirror_desc, out_ptr, acc, batch, row, col, size):
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    out = acc.to(out_desc.dtype)
+    if row // LARGER == col // LARGER:
+        # The tiles of a square block on the diagonal.
+        rows = (row + tl.arange(0, BLOCK_M))[:, None]
+        cols = (col + tl.arange(0, BLOCK_N))[None, :]
+        _store_upper(out_ptr + batch.to(tl.int64) * size * size, out, rows, cols, size)
+    else:
+        out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
+        mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
 
 
 @triton.jit
