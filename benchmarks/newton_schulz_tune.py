@@ -62,7 +62,8 @@ def candidates() -> list[Tiles]:
         (64, 128, 128): [(4, 2), (4, 3)],
     }
     whole = [Tiles(*blocks, *each) for blocks, choices in sizes.items() for each in choices]
-    return [*whole, *(tiles._replace(parts=MOST_PARTS) for tiles in whole)]
+    large = [tiles for tiles in whole if tiles.block_n >= 128 and tiles.block_m * tiles.block_k <= 128 * 128]
+    return [*whole, *(tiles._replace(parts=MOST_PARTS) for tiles in large)]
 
 
 def main() -> None:
@@ -70,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--seconds", type=float, default=240, help="stop measuring after this long")
-    parser.add_argument("--size", type=int, help="measure products of this size alone")
-    parser.add_argument("--depth", type=int, help="and of this depth; the table keeps its other rows")
+    for name, type_, what in (("kind", str, "kinds"), ("size", int, "sizes"), ("depth", int, "depths")):
+        parser.add_argument(f"--{name}", type=type_, nargs="+", help=f"measure products of these {what} alone")
     parser.add_argument("--write", action="store_true", help="put the table into dmuon/newton_schulz/tuned.py")
     parser.add_argument("--out", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
@@ -82,9 +83,9 @@ def main() -> None:
     compile_s = time.perf_counter() - started
     print(f"peak {peak:.0f} TFLOP/s, {len(usable)} kernels in {compile_s:.0f} s", *failures, sep="\n", flush=True)
     rows = []
-    asked = {"size": arguments.size, "depth": arguments.depth}
+    asked = {name: getattr(arguments, name) for name in ("kind", "size", "depth")}
     for product in PRODUCTS:
-        if any(wanted not in (None, getattr(product, name)) for name, wanted in asked.items()):
+        if any(wanted and getattr(product, name) not in wanted for name, wanted in asked.items()):
             continue
         if time.perf_counter() - started > arguments.seconds:
             print(f"out of time before {product}")
@@ -195,7 +196,7 @@ def _time(kind: str, A: Tensor, out: Tensor, tiles: Tiles) -> float:
 
 def _compile(tiles: Sequence[Tiles], dtype: str) -> tuple[list[tuple[str, Tiles]], list[str]]:
     """Those that compile and are right, and a line about each that is not."""
-    jobs = [(kind, each) for kind, each in itertools.product(KINDS, tiles) if kind != "square" or each.parts == 1]
+    jobs = list(itertools.product(KINDS, tiles))
     num_processes = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         faults = list(pool.map(_check, jobs, [dtype] * len(jobs)))
@@ -216,14 +217,14 @@ def _check(job: tuple[str, Tiles], dtype: str) -> str:
         A = (A + A.mT) / 2
     out = torch.full((num, size, size), torch.nan, dtype=A.dtype, device="cuda")
     one_is_left = num_tiles(Product(kind, size, depth, num), tiles) - 1
-    options: dict[str, Any] = {"tall": kind == "tall", "num_processors": one_is_left}
+    options: dict[str, Any] = {"tall": kind == "tall"}
     expected = A.double().mT @ A.double() if kind == "tall" else A.double() @ A.double().mT
     if kind == "square":
         options = {"alpha": 0.75, "beta": -0.5, "gamma": 1.5}
         eye = torch.eye(size, dtype=torch.float64, device="cuda")
         expected = 0.75 * expected - 0.5 * A.double() + 1.5 * eye
     try:
-        kernels.symmetric_product(A, A, out, tiles, **options)
+        kernels.symmetric_product(A, A, out, tiles, num_processors=one_is_left, **options)
         torch.cuda.synchronize()
     except Exception as failure:  # whatever the compiler or the driver says is the finding
         return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:200]

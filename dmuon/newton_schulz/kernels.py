@@ -97,33 +97,49 @@ def _symmetric_product(
             a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
             b = b_desc.load([batch, col, k]).reshape(BLOCK_N, BLOCK_K).T
         acc = tl.dot(a, b, acc)
+    factors = (alpha, beta, gamma, delta)
     if SPLITS:
         if is_part:
             within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             tl.store(parts_ptr + program * BLOCK_M * BLOCK_N + within, acc)
         else:
-            _store_twice(out_desc, mirror_desc, out_ptr, acc, batch, row, col, size)
+            _finish(acc, factors, d_desc, e_desc, out_desc, mirror_desc, out_ptr, batch, row, col, size, ADDS, ADDS_E)
     else:
-        if ADDS:
-            d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
-            acc = alpha * acc + beta * d.to(tl.float32)
-            if ADDS_E:
-                acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
-            is_diagonal = (row + tl.arange(0, BLOCK_M))[:, None] == (col + tl.arange(0, BLOCK_N))[None, :]
-            acc = tl.where(is_diagonal, acc + gamma, acc)
-        _store_twice(out_desc, mirror_desc, out_ptr, acc, batch, row, col, size)
+        _finish(acc, factors, d_desc, e_desc, out_desc, mirror_desc, out_ptr, batch, row, col, size, ADDS, ADDS_E)
 
 
 @triton.jit
-def _store_twice(out_desc, mirror_desc, out_ptr, acc, batch, row, col, size):
+def _finish(
+    acc,
+    factors,
+    d_desc,
+    e_desc,
+    out_desc,
+    mirror_desc,
+    out_ptr,
+    batch,
+    row,
+    col,
+    size,
+    ADDS: tl.constexpr,
+    ADDS_E: tl.constexpr,
+):
+    """Adds to a whole tile, and stores it twice."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    alpha, beta, gamma, delta = factors
+    rows = (row + tl.arange(0, BLOCK_M))[:, None]
+    cols = (col + tl.arange(0, BLOCK_N))[None, :]
+    if ADDS:
+        d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
+        acc = alpha * acc + beta * d.to(tl.float32)
+        if ADDS_E:
+            acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+        acc = tl.where(rows == cols, acc + gamma, acc)
     out = acc.to(out_desc.dtype)
     if row // LARGER == col // LARGER:
         # The tiles of a square block on the diagonal.
-        rows = (row + tl.arange(0, BLOCK_M))[:, None]
-        cols = (col + tl.arange(0, BLOCK_N))[None, :]
         _store_upper(out_ptr + batch.to(tl.int64) * size * size, out, rows, cols, size)
     else:
         out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
@@ -141,16 +157,24 @@ def _store_upper(matrix_ptr, tile, rows, cols, size):
 @triton.jit(do_not_specialize=["num_tiles", "size", "num_parts"])
 def _add_parts(
     parts_ptr,
+    d_ptr,
+    e_ptr,
     out_ptr,
     order_ptr,
     num_tiles,
     size,
     num_parts,
+    alpha,
+    beta,
+    gamma,
+    delta,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ADDED: tl.constexpr,
+    ADDS: tl.constexpr,
+    ADDS_E: tl.constexpr,
 ):
-    """Finishes an `ADDED` x `ADDED` piece of a tile that was split."""
+    """Adds up an `ADDED` x `ADDED` piece of a tile that was split, adds to it, and stores it twice."""
     pieces_across: tl.constexpr = BLOCK_N // ADDED
     pieces: tl.constexpr = (BLOCK_M // ADDED) * pieces_across
     tile, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
@@ -160,9 +184,16 @@ def _add_parts(
     for part in range(tile * num_parts, (tile + 1) * num_parts):
         acc += tl.load(parts_ptr + part * BLOCK_M * BLOCK_N + rows * BLOCK_N + cols)
     place = tl.load(order_ptr + tile % num_tiles)
-    matrix_ptr = out_ptr + (tile // num_tiles).to(tl.int64) * size * size
-    out = acc.to(out_ptr.dtype.element_ty)
-    _store_upper(matrix_ptr, out, (place & 0xFFFF) * BLOCK_M + rows, (place >> 16) * BLOCK_N + cols, size)
+    rows += (place & 0xFFFF) * BLOCK_M
+    cols += (place >> 16) * BLOCK_N
+    start = (tile // num_tiles).to(tl.int64) * size * size
+    if ADDS:
+        at, is_inside = start + rows * size + cols, (rows < size) & (cols < size)
+        acc = alpha * acc + beta * tl.load(d_ptr + at, mask=is_inside).to(tl.float32)
+        if ADDS_E:
+            acc += delta * tl.load(e_ptr + at, mask=is_inside).to(tl.float32)
+        acc = tl.where(rows == cols, acc + gamma, acc)
+    _store_upper(out_ptr + start, acc.to(out_ptr.dtype.element_ty), rows, cols, size)
 
 
 # Whether Triton runs kernels in its interpreter, on any device, as tests have it do.
@@ -190,8 +221,7 @@ def symmetric_product(
         A, B: [B, n, k] of one dtype, float16 or bfloat16, contiguous, k a multiple of 8. With `tall` they are
             [B, k, n], the product is A^T B, and n must be the multiple.
         out_Bnn: contiguous, of their dtype; none of the others.
-        D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k, and
-            tiles without `parts`.
+        D, E: symmetric, as `out_Bnn`; None for A, and for nothing. Like factors other than 1 they need n = k.
         num_processors: tiles that run at a time, if not as many as the device has multiprocessors.
 
     Returns:
@@ -201,13 +231,15 @@ def symmetric_product(
     adds = not (alpha == 1.0 and beta == 0.0 and gamma == 0.0 and E is None)
     assert A.shape == B.shape
     assert tuple(out_Bnn.shape) == (num_matrices, size, size)
-    assert not adds or (size == depth and tiles.parts == 1)
+    assert not adds or size == depth
     block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
     order = tile_order(size, block_m, block_n, tiles.group, out_Bnn.device)
     num_tiles, num_split, num_parts = len(order) * num_matrices, 0, 1
     if tiles.parts > 1:
         num_split, num_parts = split(num_tiles, tiles.parts, num_processors or _multiprocessors(out_Bnn.device))
     part_depth = -(-depth // (num_parts * block_k)) * block_k
+    factors = [float(factor) for factor in (alpha, beta, gamma, delta)]
+    options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "ADDS": adds, "ADDS_E": E is not None}
     parts = out_Bnn.new_empty((num_split * num_parts, block_m, block_n), dtype=torch.float32) if num_split else None
     launches["symmetric_product"] += 1
     _symmetric_product[(num_tiles + num_split * (num_parts - 1),)](
@@ -226,23 +258,27 @@ def symmetric_product(
         num_split,
         num_parts,
         part_depth,
-        float(alpha),
-        float(beta),
-        float(gamma),
-        float(delta),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        *factors,
+        **options,
         BLOCK_K=block_k,
         TALL=tall,
-        ADDS=adds,
-        ADDS_E=E is not None,
         SPLITS=parts is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     if parts is not None:
         _add_parts[(num_split * (block_m // _ADDED) * (block_n // _ADDED),)](
-            parts, out_Bnn, order, len(order), size, num_parts, BLOCK_M=block_m, BLOCK_N=block_n, ADDED=_ADDED
+            parts,
+            A if D is None else D,
+            E,
+            out_Bnn,
+            order,
+            len(order),
+            size,
+            num_parts,
+            *factors,
+            **options,
+            ADDED=_ADDED,
         )
     return out_Bnn
 

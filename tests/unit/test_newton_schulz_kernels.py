@@ -157,18 +157,34 @@ def test_parts_never_give_a_processor_two() -> None:
         assert num_parts <= 16
 
 
+@pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
 @pytest.mark.parametrize("size", [64, 72, 136])
-def test_polynomial_of_commuting_factors_equals_float64(size: int, tiles: Tiles, device: torch.device) -> None:
-    from dmuon.newton_schulz.kernels import symmetric_product
+def test_polynomial_of_commuting_factors_equals_float64(
+    size: int, tiles: Tiles, parts: int, device: torch.device
+) -> None:
+    from dmuon.newton_schulz.kernels import symmetric_product, tile_order
 
     R = gaussian(2, size, size).double()
     R = (R + R.mT) / 2 / size**0.5
     A, B = (matrix.to(device, torch.float16) for matrix in (R, R @ R - 0.3 * R))
     out = torch.full_like(A, torch.nan)
     identity = torch.eye(size, dtype=torch.float64, device=device)
+    one_is_left = 2 * len(tile_order(size, tiles.block_m, tiles.block_n, tiles.group, device)) - 1
     for D, E in [(None, None), (B, None), (None, B)]:
-        symmetric_product(A, B, out, tiles, alpha=-1.5, beta=0.75, D=D, gamma=2.0, delta=3.0, E=E)
+        symmetric_product(
+            A,
+            B,
+            out,
+            tiles._replace(parts=parts),
+            alpha=-1.5,
+            beta=0.75,
+            D=D,
+            gamma=2.0,
+            delta=3.0,
+            E=E,
+            num_processors=one_is_left,
+        )
         exact = -1.5 * A.double() @ B.double() + 0.75 * (A if D is None else D).double() + 2 * identity
         exact += 0 if E is None else 3 * E.double()
         assert error(out, exact) < 4e-4
