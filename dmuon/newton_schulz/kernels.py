@@ -154,7 +154,7 @@ def _store_upper(matrix_ptr, tile, rows, cols, size):
     tl.store(matrix_ptr + cols.T * size + rows.T, tile.T, mask=is_upper.T)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "size", "num_parts"])
+@triton.jit(do_not_specialize=["num_tiles", "size"])
 def _add_parts(
     parts_ptr,
     d_ptr,
@@ -163,7 +163,6 @@ def _add_parts(
     order_ptr,
     num_tiles,
     size,
-    num_parts,
     alpha,
     beta,
     gamma,
@@ -171,6 +170,7 @@ def _add_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ADDED: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     ADDS: tl.constexpr,
     ADDS_E: tl.constexpr,
 ):
@@ -181,8 +181,8 @@ def _add_parts(
     rows = (piece // pieces_across * ADDED + tl.arange(0, ADDED))[:, None]
     cols = (piece % pieces_across * ADDED + tl.arange(0, ADDED))[None, :]
     acc = tl.zeros((ADDED, ADDED), dtype=tl.float32)
-    for part in range(tile * num_parts, (tile + 1) * num_parts):
-        acc += tl.load(parts_ptr + part * BLOCK_M * BLOCK_N + rows * BLOCK_N + cols)
+    for part in tl.static_range(NUM_PARTS):  # unrolled, for all loads to be under way at once
+        acc += tl.load(parts_ptr + (tile * NUM_PARTS + part) * BLOCK_M * BLOCK_N + rows * BLOCK_N + cols)
     place = tl.load(order_ptr + tile % num_tiles)
     rows += (place & 0xFFFF) * BLOCK_M
     cols += (place >> 16) * BLOCK_N
@@ -275,10 +275,10 @@ def symmetric_product(
             order,
             len(order),
             size,
-            num_parts,
             *factors,
             **options,
             ADDED=_ADDED,
+            NUM_PARTS=num_parts,
         )
     return out_Bnn
 
