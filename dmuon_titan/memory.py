@@ -80,7 +80,8 @@ def memory_need(
 
 
 def activation_bytes(config: JobConfig, size: LlamaSize, tp: int = 1, device_type: str = "cuda") -> int:
-    """Kept by forward for backward: each block as activation checkpointing has it, one block whole, and the loss's.
+    """Kept by forward for backward: each block as activation checkpointing has it, and what else there is at the loss,
+    or when backward has made one block whole: that, the gradients of the head's weight and of the hidden states.
 
     A block keeps, in elements a token: input, both norms' results, q, k, v, attention's result twice (before and
     after its heads are joined), the second residual, and four of the feed-forward's width; compiled, two of those
@@ -103,9 +104,9 @@ def activation_bytes(config: JobConfig, size: LlamaSize, tp: int = 1, device_typ
         every = int(options.selective_ac_option)
         kept = (dim // tp + (every - 1) * whole) // every
     copy = _copy_bytes(config)
-    blocks = copy * (kept * size.num_layers + (whole - kept))
     num_tokens = config.training.local_batch_size * config.training.seq_len
-    return num_tokens * blocks + _loss_bytes(config, size, tp, device_type)
+    one_whole = copy * (num_tokens * (whole - kept + size.dim // tp) + size.vocab_size * size.dim // tp)
+    return copy * num_tokens * kept * size.num_layers + max(_loss_bytes(config, size, tp, device_type), one_whole)
 
 
 def _loss_bytes(config: JobConfig, size: LlamaSize, tp: int, device_type: str) -> int:
@@ -163,11 +164,12 @@ def _persistent_bytes(config: JobConfig, shapes: _Shapes, degrees: Sequence[int]
 
 
 def _gathered_bytes(config: JobConfig, shapes: _Shapes, num_layers: int, degrees: Sequence[int]) -> int:
-    """Weights that forward and backward compute with, beyond those that stay: two blocks, and embedding or head."""
+    """Weights that the ends of forward and backward compute with, beyond those that stay: a block, and embedding or
+    head."""
     _, shard, tp = degrees
     if shard == 1 and _copy_bytes(config) == _FP32:
         return 0
-    blocks = (num_layers if config.parallelism.fsdp_reshard_after_forward == "never" else 2) * shapes.block
+    blocks = (num_layers if config.parallelism.fsdp_reshard_after_forward == "never" else 1) * shapes.block
     own_share = 1 / shard if shapes.dedicated else 0
     return int(_copy_bytes(config) * (blocks * (1 - own_share) + shapes.head) / tp)
 

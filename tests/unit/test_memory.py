@@ -22,15 +22,18 @@ def untied(flavor: str, **changes: int) -> LlamaSize:
 @pytest.mark.parametrize(
     ("size", "num_gpus", "local_batch", "option", "allocated_gib"),
     [
-        (untied("8B", num_layers=8), 1, 2, "op", 45.0),
-        (untied("8B", num_layers=8), 1, 2, "op_all", 49.1),
-        (untied("1B"), 2, 4, "op_all", 38.2),
+        (untied("8B", num_layers=8), 1, 2, "op", 43.0),
+        (untied("8B", num_layers=8), 1, 2, "op_all", 47.2),
+        (untied("1B"), 1, 4, "op_all", 45.1),
+        (untied("1B"), 2, 4, "op_all", 37.3),
+        (untied("3B"), 2, 2, "op", 40.2),
     ],
 )
 def test_estimate_is_close_to_what_was_allocated_and_hardly_above(
     size: LlamaSize, num_gpus: int, local_batch: int, option: str, allocated_gib: float
 ) -> None:
-    """The most that torch had allocated in a step of AdamW at sequence 8192, compiled, on H200s."""
+    """The most that torch had allocated in a step of AdamW at sequence 8192, compiled, on H200s: allocated_gib in
+    benchmarks/results/training_speed_h200.jsonl."""
     config = config_of(
         "llama3_8b",
         *("--optimizer.name", "AdamW", "--training.local_batch_size", str(local_batch)),
