@@ -1,6 +1,6 @@
 """Makes the table of tiles for this GPU: the fastest of a list of candidates for each product of a list of sizes.
 
-python -m benchmarks.newton_schulz_tune --write --out benchmarks/results/newton_schulz_tune_h200.json
+python -m benchmarks.newton_schulz_tune --write --out benchmarks/results/newton_schulz_tune_h200.jsonl
 
 Every candidate is compiled and compared with float64 on a small product first, in as many processes as there are
 cores; one that fails to compile or is wrong is reported and left out. `--write` puts the winners into
