@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,47 @@ def test_in_the_interpreter() -> None:
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout
+
+
+@pytest.mark.skipif(INTERPRETS or not HAS_TRITON, reason="needs Triton's compiler")
+@pytest.mark.parametrize("adds", [(), ("D",), ("D", "E")], ids=str)
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("tall", [False, True])
+def test_compiles_for_hopper_without_a_gpu(tall: bool, splits: bool, adds: tuple[str, ...]) -> None:
+    """The interpreter passes by branches that the compiler must understand."""
+    from dmuon.newton_schulz import kernels
+
+    fixed = {"ADDS": bool(adds), "ADDS_E": "E" in adds, "BLOCK_M": 64, "BLOCK_N": 128}
+    absent = {
+        **({} if "D" in adds else {"d_desc": None}),
+        **({} if "E" in adds else {"e_desc": None, "e_ptr": None}),
+        **({} if splits else {"parts_ptr": None}),
+    }
+    compile_for_hopper(
+        kernels._symmetric_product,
+        {**fixed, "BLOCK_K": 64, "TALL": tall, "SPLITS": splits, **absent},
+        {
+            "a_desc": "tensordesc<fp16[1,64,64]>",
+            "b_desc": f"tensordesc<fp16[1,{'64,128' if tall else '128,64'}]>",
+            **dict.fromkeys(("d_desc", "e_desc", "out_desc"), "tensordesc<fp16[1,64,128]>"),
+            "mirror_desc": "tensordesc<fp16[1,128,64]>",
+        },
+    )
+    if splits and not tall:
+        compile_for_hopper(kernels._add_parts, {**fixed, "ADDED": 32, "NUM_PARTS": 3, **absent}, {})
+
+
+def compile_for_hopper(kernel: Any, constants: dict[str, Any], descriptors: dict[str, str]) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {"out_ptr": "*fp16", "d_ptr": "*fp16", "e_ptr": "*fp16", "parts_ptr": "*fp32", "order_ptr": "*i32"}
+    types = {**pointers, **descriptors, **dict.fromkeys(("alpha", "beta", "gamma", "delta"), "fp32")}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items() if name in names}
+    triton.compile(ASTSource(kernel, signature, constexprs=values), target=GPUTarget("cuda", 90, 32))
 
 
 @pytest.fixture(
