@@ -7,9 +7,11 @@ of them, from consumed + (m * dp_world + r) * local_batch_size on. That count is
 Shape legend: B sequences, S tokens of a sequence.
 """
 
+import atexit
 import hashlib
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -156,15 +158,31 @@ def build_loader(
             # Without one of its own the loader draws from torch's global generator, whose state the trainer saves.
             generator=torch.Generator(),
         )
-    return _raising(loader)
+    batches = _raising(loader)
+    _open.add(batches)
+    return batches
 
 
 def _as_fetched(batch: Batch | DataError) -> Batch | DataError:
     return batch
 
 
-def _raising(loader: StatefulDataLoader[Batch | DataError]) -> Iterator[Batch]:
-    for batch in loader:
-        if isinstance(batch, DataError):
-            raise batch
-        yield batch
+def _raising(loader: StatefulDataLoader[Batch | DataError]) -> Generator[Batch, None, None]:
+    try:
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    finally:
+        del loader  # and so its processes: the traceback of an error would keep them
+
+
+_open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close() -> None:
+    """Ends the processes that still read: `multiprocessing` would send them a signal, which they ignore, and then wait
+    for them for ever."""
+    for batches in list(_open):
+        batches.close()

@@ -1,5 +1,8 @@
 """The order of samples: every window once an epoch, whatever the number of ranks, stops and shards."""
 
+import multiprocessing
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -198,9 +201,42 @@ def test_damaged_id_is_one_line_naming_shard_and_place(tmp_path: Path, num_worke
         stream.seek(2 * 123)
         stream.write((4000).to_bytes(2, "little"))
     dataset = TokenDataset(folder, SEQ_LEN)
+    processes_before = set(multiprocessing.active_children())
     with pytest.raises(DataError, match=r"tokens-00001\.bin: token id 4000 at token 123, legal are 0 to 99") as caught:
         consume(dataset, 1, range(8), global_batch=4, num_workers=num_workers, shuffle=False)
     assert "\n" not in str(caught.value)
+    # Those that read have ended, although the error's traceback is kept.
+    assert set(multiprocessing.active_children()) <= processes_before
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("1 / 0", 1),
+        ("other = iter(batches); del batches", 0),
+        ("import multiprocessing; multiprocessing.Process(target=print, daemon=True).start()", 0),
+    ],
+)
+def test_readers_end_with_a_script(tmp_path: Path, ending: str, status: int) -> None:
+    write_debruijn(tmp_path / "d")
+    code = f"""
+import sys
+from pathlib import Path
+from dmuon_titan.data.dataset import TokenDataset
+from dmuon_titan.data.loader import build_loader
+dataset = TokenDataset(Path(sys.argv[1]), 32)
+sizes = {{"seq_len": 32, "local_batch_size": 2, "dp_rank": 0, "dp_world": 1, "num_consumed": 0, "num_microbatches": 1}}
+batches = build_loader(dataset, seed=7, num_workers=2, **sizes)
+never_begun = build_loader(dataset, seed=7, num_workers=2, **sizes)
+next(batches)
+{ending}
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "d")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == status, result.stderr
+    assert result.stderr == "" or status == 1
 
 
 def test_loader_refuses_another_sequence_length_than_the_data_set(tmp_path: Path) -> None:
