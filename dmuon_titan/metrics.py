@@ -119,7 +119,7 @@ class Metrics:
         num_steps = step - self._since_step
         tps = self._num_tokens / elapsed_s / self.ranks_per_batch
         flops = tps * self.flops_per_token
-        memory_name, memory_bytes, memory_share = self._memory()
+        memory, memory_share = self._memory()
         values = {
             "loss_metrics/global_avg_loss": figures.loss,
             "loss_metrics/global_max_loss": figures.max_loss,
@@ -129,15 +129,13 @@ class Metrics:
             "time_metrics/end_to_end(s)": elapsed_s / num_steps,
             "time_metrics/data_loading(s)": self._data_loading_s / num_steps,
             "time_metrics/data_loading(%)": 100 * self._data_loading_s / elapsed_s,
-            memory_name: memory_bytes / GIB,
+            **memory,
             "n_tokens_seen": tokens_seen,
             "epoch": figures.epoch,
             "lr": figures.learning_rates[0],
         }
         if len(set(figures.learning_rates)) > 1:
             values["lr/adamw"] = figures.learning_rates[1]
-        if self.device.type == "cuda":
-            values["memory/max_allocated(GiB)"] = torch.cuda.max_memory_allocated(self.device) / GIB
         if self.peak_flops is not None:
             values["mfu(%)"] = 100 * flops / self.peak_flops
         self._write(step, values)
@@ -145,7 +143,7 @@ class Metrics:
             ("red", f"step: {step:2}"),
             ("green", f"loss: {figures.loss:7.4f}"),
             ("yellow", f"grad_norm: {figures.grad_norm:7.4f}"),
-            ("blue", f"memory: {memory_bytes / GIB:5.2f}GiB{memory_share}"),
+            ("blue", f"memory: {max(memory.values()):5.2f}GiB{memory_share}"),
             ("cyan", f"tps: {round(tps):,}"),
             ("magenta", f"tflops: {flops / 1e12:,.2f}"),
         ]
@@ -216,15 +214,18 @@ class Metrics:
                 "the same figures; make room, or name another metrics.save_tb_folder, before the next start"
             )
 
-    def _memory(self) -> tuple[str, int, str]:
-        """(metric name, bytes, share of the device as text) of the peak since the last logged step."""
+    def _memory(self) -> tuple[dict[str, float], str]:
+        """Metrics in GiB of the peak since the last logged step, and the larger one's share of the device as text."""
         if self.device.type == "cuda":
             reserved = torch.cuda.max_memory_reserved(self.device)
+            allocated = torch.cuda.max_memory_allocated(self.device)
             total = torch.cuda.get_device_properties(self.device).total_memory
-            return "memory/max_reserved(GiB)", reserved, f"({100 * reserved / total:.2f}%)"
+            peaks = {"memory/max_reserved(GiB)": reserved / GIB, "memory/max_allocated(GiB)": allocated / GIB}
+            return peaks, f"({100 * reserved / total:.2f}%)"
         # Linux counts in KiB, macOS in bytes; of a process, it is the peak since its start.
         unit = 1 if sys.platform == "darwin" else 1024
-        return "memory/max_resident(GiB)", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, ""
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"memory/max_resident(GiB)": resident / GIB}, ""
 
     def _painted(self, colour: str, text: str) -> str:
         if not self.colour:
