@@ -58,7 +58,6 @@ def candidates() -> list[Tiles]:
         (128, 64, 64): [(4, 3), (4, 4)],
         (64, 64, 64): [(4, 4)],
         (64, 64, 128): [(4, 3)],
-        (64, 256, 64): [(4, 4)],
         (64, 128, 128): [(4, 2), (4, 3)],
     }
     whole = [Tiles(*blocks, *each) for blocks, choices in sizes.items() for each in choices]
@@ -159,8 +158,7 @@ def splits(product: Product, tiles: Tiles) -> bool:
 def num_tiles(product: Product, tiles: Tiles) -> int:
     from dmuon.newton_schulz import kernels
 
-    order = kernels.tile_order(product.size, tiles.block_m, tiles.block_n, tiles.group, torch.device("cpu"))
-    return product.num_matrices * len(order)
+    return product.num_matrices * len(kernels.tile_order(product.size, tiles, torch.device("cpu")))
 
 
 def _measure(product: Product, choices: Sequence[Tiles], dtype: torch.dtype) -> dict[Tiles, float]:

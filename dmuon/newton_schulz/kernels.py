@@ -39,10 +39,16 @@ TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor"
 launches = {"symmetric_product": 0}
 # Side of what one program of `_add_parts` adds.
 _ADDED = 32
+_LARGEST_CORNER = 64
 
 
 # Integers are plain arguments: one compiled kernel serves every size.
-@triton.jit(do_not_specialize=["num_tiles", "size", "depth", "num_split", "num_parts", "part_depth"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_tiles", "num_tile_programs", "num_corners", "num_first_corners"),
+        *("depth", "num_split", "num_parts", "part_depth"),
+    ]
+)
 def _symmetric_product(
     a_desc,
     b_desc,
@@ -50,11 +56,16 @@ def _symmetric_product(
     e_desc,
     out_desc,
     mirror_desc,
-    out_ptr,
+    square_desc,
+    corner_desc,
+    corner_d_desc,
+    corner_e_desc,
     parts_ptr,
     order_ptr,
     num_tiles,
-    size,
+    num_tile_programs,
+    num_corners,
+    num_first_corners,
     depth,
     num_split,
     num_parts,
@@ -70,14 +81,33 @@ def _symmetric_product(
     ADDS: tl.constexpr,
     ADDS_E: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_CORNERS: tl.constexpr,
 ):
-    """Makes one tile, and stores it at (row, col) and, mirrored, at (col, row).
+    """Makes one tile, and stores it at (row, col) and, mirrored, at (col, row); or one corner.
 
     Programs go through all matrices, one after the other, in the order of `order_ptr`: index of the row of tiles, and
     of the column << 16. If it `SPLITS`, each of the first `num_split` tiles has `num_parts` programs, which leave their
-    sums of `part_depth` products at `parts_ptr`.
+    sums of `part_depth` products at `parts_ptr`. If it `HAS_CORNERS`, `num_first_corners` come before the tiles, and
+    the others of `num_corners` a matrix after them.
     """
     program = tl.program_id(0)
+    factors = (alpha, beta, gamma, delta)
+    if HAS_CORNERS:
+        program -= num_first_corners
+        if (program < 0) | (program >= num_tile_programs):
+            SIDE: tl.constexpr = BLOCK_M if BLOCK_M < BLOCK_N else BLOCK_N
+            corner = program + num_first_corners
+            if program >= 0:
+                corner -= num_tile_programs
+            batch = corner // num_corners
+            at = (corner % num_corners * 2 + (1 if BLOCK_M < BLOCK_N else 0)) * SIDE
+            if BLOCK_M < BLOCK_N:
+                acc = _multiply(a_desc, corner_desc, batch, at, at, 0, depth, SIDE, SIDE, BLOCK_K, TALL)
+            else:
+                acc = _multiply(corner_desc, b_desc, batch, at, at, 0, depth, SIDE, SIDE, BLOCK_K, TALL)
+            acc = _add(acc, factors, corner_d_desc, corner_e_desc, batch, at, at, ADDS, ADDS_E)
+            _store_square(square_desc, acc.to(square_desc.dtype), batch, at)
+            return
     tile, begin, end = program, 0, depth
     if SPLITS:
         is_part = program < num_split * num_parts
@@ -88,6 +118,36 @@ def _symmetric_product(
     place = tl.load(order_ptr + tile % num_tiles)
     row = (place & 0xFFFF) * BLOCK_M
     col = (place >> 16) * BLOCK_N
+    acc = _multiply(a_desc, b_desc, batch, row, col, begin, end, BLOCK_M, BLOCK_N, BLOCK_K, TALL)
+    if SPLITS:  # noqa: SIM102 - this one is the compiler's
+        if is_part:
+            within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(parts_ptr + program * BLOCK_M * BLOCK_N + within, acc)
+            return
+    acc = _add(acc, factors, d_desc, e_desc, batch, row, col, ADDS, ADDS_E)
+    out = acc.to(out_desc.dtype)
+    LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    if row // LARGER == col // LARGER:
+        _store_on_diagonal(square_desc, out, batch, row, col)
+    else:
+        out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
+        mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
+
+
+@triton.jit
+def _multiply(
+    a_desc,
+    b_desc,
+    batch,
+    row,
+    col,
+    begin,
+    end,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+):
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(begin, end, BLOCK_K):
         if TALL:
@@ -97,53 +157,63 @@ def _symmetric_product(
             a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
             b = b_desc.load([batch, col, k]).reshape(BLOCK_N, BLOCK_K).T
         acc = tl.dot(a, b, acc)
-    factors = (alpha, beta, gamma, delta)
-    if SPLITS:
-        if is_part:
-            within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(parts_ptr + program * BLOCK_M * BLOCK_N + within, acc)
-        else:
-            _finish(acc, factors, d_desc, e_desc, out_desc, mirror_desc, out_ptr, batch, row, col, size, ADDS, ADDS_E)
-    else:
-        _finish(acc, factors, d_desc, e_desc, out_desc, mirror_desc, out_ptr, batch, row, col, size, ADDS, ADDS_E)
+    return acc
 
 
 @triton.jit
-def _finish(
-    acc,
-    factors,
-    d_desc,
-    e_desc,
-    out_desc,
-    mirror_desc,
-    out_ptr,
-    batch,
-    row,
-    col,
-    size,
-    ADDS: tl.constexpr,
-    ADDS_E: tl.constexpr,
-):
-    """Adds to a whole tile, and stores it twice."""
+def _add(acc, factors, d_desc, e_desc, batch, row, col, ADDS: tl.constexpr, ADDS_E: tl.constexpr):
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
-    LARGER: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
     alpha, beta, gamma, delta = factors
-    rows = (row + tl.arange(0, BLOCK_M))[:, None]
-    cols = (col + tl.arange(0, BLOCK_N))[None, :]
     if ADDS:
         d = d_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N)
         acc = alpha * acc + beta * d.to(tl.float32)
         if ADDS_E:
             acc += delta * e_desc.load([batch, row, col]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+        rows = (row + tl.arange(0, BLOCK_M))[:, None]
+        cols = (col + tl.arange(0, BLOCK_N))[None, :]
         acc = tl.where(rows == cols, acc + gamma, acc)
-    out = acc.to(out_desc.dtype)
-    if row // LARGER == col // LARGER:
-        # The tiles of a square block on the diagonal.
-        _store_upper(out_ptr + batch.to(tl.int64) * size * size, out, rows, cols, size)
+    return acc
+
+
+@triton.jit
+def _store_on_diagonal(square_desc, tile, batch, row, col):
+    """Stores a tile of a square block on the diagonal.
+
+    A tile that is twice as wide as high, or as high as wide, is two squares. One is on the diagonal; the other is above
+    it and stored twice, or below it and not stored.
+    """
+    BLOCK_M: tl.constexpr = tile.shape[0]
+    BLOCK_N: tl.constexpr = tile.shape[1]
+    SIDE: tl.constexpr = BLOCK_M if BLOCK_M < BLOCK_N else BLOCK_N
+    if BLOCK_M == BLOCK_N:
+        _store_square(square_desc, tile, batch, row)
+    elif BLOCK_M < BLOCK_N:
+        left, right = tile.reshape(SIDE, 2, SIDE).permute(0, 2, 1).split()
+        _store_square(square_desc, tl.where(row == col, left, right), batch, row)
+        if row == col:
+            _store_both(square_desc, right, batch, row, col + SIDE)
     else:
-        out_desc.store([batch, row, col], out.reshape(1, BLOCK_M, BLOCK_N))
-        mirror_desc.store([batch, col, row], out.T.reshape(1, BLOCK_N, BLOCK_M))
+        upper, lower = tile.reshape(2, SIDE, SIDE).permute(1, 2, 0).split()
+        _store_square(square_desc, tl.where(row == col, upper, lower), batch, col)
+        if row != col:
+            _store_both(square_desc, upper, batch, row, col)
+
+
+@triton.jit
+def _store_square(square_desc, square, batch, start):
+    """Stores a square on the diagonal: what lies above it twice, and nothing from below it."""
+    SIDE: tl.constexpr = square.shape[0]
+    at = tl.arange(0, SIDE)
+    square = tl.where(at[:, None] <= at[None, :], square, square.T)
+    square_desc.store([batch, start, start], square.reshape(1, SIDE, SIDE))
+
+
+@triton.jit
+def _store_both(square_desc, square, batch, row, col):
+    SIDE: tl.constexpr = square.shape[0]
+    square_desc.store([batch, row, col], square.reshape(1, SIDE, SIDE))
+    square_desc.store([batch, col, row], square.T.reshape(1, SIDE, SIDE))
 
 
 @triton.jit
@@ -233,27 +303,37 @@ def symmetric_product(
     assert tuple(out_Bnn.shape) == (num_matrices, size, size)
     assert not adds or size == depth
     block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
-    order = tile_order(size, block_m, block_n, tiles.group, out_Bnn.device)
+    side = min(block_m, block_n)
+    assert max(block_m, block_n) <= 2 * side
+    order = tile_order(size, tiles, out_Bnn.device)
     num_tiles, num_split, num_parts = len(order) * num_matrices, 0, 1
     if tiles.parts > 1:
         num_split, num_parts = split(num_tiles, tiles.parts, num_processors or _multiprocessors(out_Bnn.device))
+    num_tile_programs = num_tiles + num_split * (num_parts - 1)
     part_depth = -(-depth // (num_parts * block_k)) * block_k
     factors = [float(factor) for factor in (alpha, beta, gamma, delta)]
     options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "ADDS": adds, "ADDS_E": E is not None}
     parts = out_Bnn.new_empty((num_split * num_parts, block_m, block_n), dtype=torch.float32) if num_split else None
+    added = (A if D is None else D) if adds else None
+    num_corners = corners(size, tiles)
     launches["symmetric_product"] += 1
-    _symmetric_product[(num_tiles + num_split * (num_parts - 1),)](
-        TensorDescriptor.from_tensor(A, [1, block_k, block_m] if tall else [1, block_m, block_k]),
-        TensorDescriptor.from_tensor(B, [1, block_k, block_n] if tall else [1, block_n, block_k]),
-        TensorDescriptor.from_tensor(A if D is None else D, [1, block_m, block_n]) if adds else None,
-        TensorDescriptor.from_tensor(E, [1, block_m, block_n]) if E is not None else None,
-        TensorDescriptor.from_tensor(out_Bnn, [1, block_m, block_n]),
-        TensorDescriptor.from_tensor(out_Bnn, [1, block_n, block_m]),
-        out_Bnn,
+    _symmetric_product[(num_tile_programs + num_corners * num_matrices,)](
+        _tiled(A, block_k, block_m) if tall else _tiled(A, block_m, block_k),
+        _tiled(B, block_k, block_n) if tall else _tiled(B, block_n, block_k),
+        _tiled(added, block_m, block_n),
+        _tiled(E, block_m, block_n),
+        _tiled(out_Bnn, block_m, block_n),
+        _tiled(out_Bnn, block_n, block_m),
+        _tiled(out_Bnn, side, side),
+        *_corner_operands(A if block_m > block_n else B, added, E, side, block_k, tall) if num_corners else (None,) * 3,
         parts,
         order,
         len(order),
-        size,
+        num_tile_programs,
+        num_corners,
+        # Where multiprocessors are not given equally many programs, those that are given one more had a corner first,
+        # and have one last.
+        num_corners * num_matrices // 2,
         depth,
         num_split,
         num_parts,
@@ -263,13 +343,14 @@ def symmetric_product(
         BLOCK_K=block_k,
         TALL=tall,
         SPLITS=parts is not None,
+        HAS_CORNERS=num_corners > 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     if parts is not None:
         _add_parts[(num_split * (block_m // _ADDED) * (block_n // _ADDED),)](
             parts,
-            A if D is None else D,
+            added,
             E,
             out_Bnn,
             order,
@@ -296,22 +377,49 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _tiled(matrices: Tensor | None, rows: int, cols: int) -> Any:
+    return None if matrices is None else TensorDescriptor.from_tensor(matrices, [1, rows, cols])
+
+
+def _corner_operands(larger: Tensor, D: Tensor | None, E: Tensor | None, side: int, block_k: int, tall: bool) -> Any:
+    """What corners load by other tiles: the operand of which a tile has more, D and E."""
+    operand = _tiled(larger, block_k, side) if tall else _tiled(larger, side, block_k)
+    return operand, _tiled(D, side, side), _tiled(E, side, side)
+
+
+def corners(size: int, tiles: Tiles) -> int:
+    """How many tiles of a result are corners: half of each lies below the diagonal, and only the other half is made.
+
+    Not so of large tiles, where a second loop in the kernel costs more than half a tile.
+    """
+    side = min(tiles.block_m, tiles.block_n)
+    if tiles.block_m == tiles.block_n or side > _LARGEST_CORNER:
+        return 0
+    # In a wide tile, the second of the two squares on the diagonal; in a high one, the first.
+    return (-(-size // side) + (tiles.block_m > tiles.block_n)) // 2
+
+
 @functools.cache
-def tile_order(size: int, block_m: int, block_n: int, group: int, device: torch.device) -> Tensor:
-    """Tiles on and above the diagonal, each as row index + column index << 16, int32.
+def tile_order(size: int, tiles: Tiles, device: torch.device) -> Tensor:
+    """Tiles on and above the diagonal but for corners, each as row index + column index << 16, int32.
 
     Columns are taken `group` at a time and walked through row by row, so that programs that run side by side share
     rows and columns of the operands in the cache.
     """
+    block_m, block_n, group = tiles.block_m, tiles.block_n, tiles.group
     larger = max(block_m, block_n)
     rows_each, cols_each = larger // block_m, larger // block_n
     num_blocks = -(-size // larger)
     num_rows, num_cols = -(-size // block_m), -(-size // block_n)
+    num_corners = corners(size, tiles)
     places = []
     for first in range(0, num_blocks, group):
         last = min(first + group, num_blocks)
         for row in range(min(last * rows_each, num_rows)):
-            # No column left of the diagonal block that this row is in.
-            start = max(first, row // rows_each) * cols_each
-            places += [row + (col << 16) for col in range(start, min(last * cols_each, num_cols))]
+            # No column left of the diagonal block that this row is in, nor its corner.
+            start = row // rows_each * cols_each
+            if num_corners and (block_m > block_n or row % 2):
+                start += 1
+            cols = range(max(start, first * cols_each), min(last * cols_each, num_cols))
+            places += [row + (col << 16) for col in cols]
     return torch.tensor(places, dtype=torch.int32, device=device)

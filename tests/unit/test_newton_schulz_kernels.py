@@ -28,7 +28,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Largest singular value of a float64 iteration over all inputs, and what half precision may add to it.
 BANDS = {"keller_jordan": 1.21, "you": 1.15, "polar_express": 1.13}
-TILES = [Tiles(32, 32, 32, 4, 2), Tiles(32, 64, 32, 4, 2, group=1), Tiles(64, 32, 32, 4, 2)]
+# Small ones with corners, unless they are squares; large ones have none.
+SMALL_TILES = [Tiles(32, 32, 32, 4, 2), Tiles(32, 64, 32, 4, 2, group=1), Tiles(64, 32, 32, 4, 2)]
+LARGE_TILES = [Tiles(128, 256, 32, 8, 2), Tiles(256, 128, 32, 8, 2, group=1)]
+TILES = [*SMALL_TILES, *LARGE_TILES]
 
 
 @pytest.mark.skipif(INTERPRETS or torch.cuda.is_available(), reason="the tests below run themselves")
@@ -45,31 +48,47 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(INTERPRETS or not HAS_TRITON, reason="needs Triton's compiler")
-@pytest.mark.parametrize("adds", [(), ("D",), ("D", "E")], ids=str)
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("tall", [False, True])
-def test_compiles_for_hopper_without_a_gpu(tall: bool, splits: bool, adds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("splits", "adds"), [(True, ()), (False, ("D",)), (True, ("D", "E"))], ids=str)
+@pytest.mark.parametrize(
+    ("tall", "block_m", "block_n"),
+    [(False, 64, 128), (True, 64, 128), (True, 128, 64), (True, 128, 128), (False, 128, 256), (True, 256, 128)],
+)
+def test_compiles_for_hopper_without_a_gpu(
+    tall: bool, block_m: int, block_n: int, splits: bool, adds: tuple[str, ...]
+) -> None:
     """The interpreter passes by branches that the compiler must understand."""
     from dmuon.newton_schulz import kernels
 
-    fixed = {"ADDS": bool(adds), "ADDS_E": "E" in adds, "BLOCK_M": 64, "BLOCK_N": 128}
+    fixed = {"ADDS": bool(adds), "ADDS_E": "E" in adds, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    has_corners = min(block_m, block_n) == 64
     absent = {
-        **({} if "D" in adds else {"d_desc": None}),
-        **({} if "E" in adds else {"e_desc": None, "e_ptr": None}),
-        **({} if splits else {"parts_ptr": None}),
+        name: None
+        for name, is_there in {
+            **dict.fromkeys(("d_desc", "corner_d_desc"), "D" in adds),
+            **dict.fromkeys(("e_desc", "corner_e_desc", "e_ptr"), "E" in adds),
+            **dict.fromkeys(("corner_desc", "corner_d_desc", "corner_e_desc"), has_corners),
+            "parts_ptr": splits,
+        }.items()
+        if not is_there
     }
     compile_for_hopper(
         kernels._symmetric_product,
-        {**fixed, "BLOCK_K": 64, "TALL": tall, "SPLITS": splits, **absent},
+        {**fixed, "BLOCK_K": 64, "TALL": tall, "SPLITS": splits, "HAS_CORNERS": has_corners, **absent},
         {
-            "a_desc": "tensordesc<fp16[1,64,64]>",
-            "b_desc": f"tensordesc<fp16[1,{'64,128' if tall else '128,64'}]>",
-            **dict.fromkeys(("d_desc", "e_desc", "out_desc"), "tensordesc<fp16[1,64,128]>"),
-            "mirror_desc": "tensordesc<fp16[1,128,64]>",
+            "a_desc": loaded(64, block_m) if tall else loaded(block_m, 64),
+            "b_desc": loaded(64, block_n) if tall else loaded(block_n, 64),
+            **dict.fromkeys(("d_desc", "e_desc", "out_desc"), loaded(block_m, block_n)),
+            "mirror_desc": loaded(block_n, block_m),
+            "square_desc": loaded(min(block_m, block_n), min(block_m, block_n)),
+            **dict.fromkeys(("corner_desc", "corner_d_desc", "corner_e_desc"), loaded(64, 64)),
         },
     )
     if splits and not tall:
         compile_for_hopper(kernels._add_parts, {**fixed, "ADDED": 32, "NUM_PARTS": 3, **absent}, {})
+
+
+def loaded(rows: int, cols: int) -> str:
+    return f"tensordesc<fp16[1,{rows},{cols}]>"
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], descriptors: dict[str, str]) -> None:
@@ -162,14 +181,20 @@ def test_gram_matrix_equals_float64(
         assert ((out.double() - exact).abs() <= 0.51 * unit * exact.abs() + 1e-4).all()
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
-@pytest.mark.parametrize(("num", "size", "depth"), [(1, 136, 128), (3, 72, 200), (1, 104, 40)])
+@pytest.mark.parametrize(
+    ("num", "size", "depth", "tiles"),
+    [
+        *((*shape, tiles) for shape in [(1, 136, 128), (3, 72, 200), (1, 168, 40)] for tiles in SMALL_TILES),
+        *((2, 264, 40, tiles) for tiles in LARGE_TILES),
+    ],
+    ids=str,
+)
 def test_tiles_that_are_left_over_are_split(
     num: int, size: int, depth: int, tiles: Tiles, device: torch.device
 ) -> None:
     from dmuon.newton_schulz.kernels import split, symmetric_product, tile_order
 
-    num_tiles = num * len(tile_order(size, tiles.block_m, tiles.block_n, tiles.group, device))
+    num_tiles = num * len(tile_order(size, tiles, device))
     for num_processors in (num_tiles - 1, num_tiles - 2):
         assert split(num_tiles, 4, num_processors)[0] == num_tiles - num_processors
         for tall in (False, True):
@@ -201,7 +226,7 @@ def test_parts_never_give_a_processor_two() -> None:
 
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
-@pytest.mark.parametrize("size", [64, 72, 136])
+@pytest.mark.parametrize("size", [24, 64, 72, 136])
 def test_polynomial_of_commuting_factors_equals_float64(
     size: int, tiles: Tiles, parts: int, device: torch.device
 ) -> None:
@@ -212,7 +237,7 @@ def test_polynomial_of_commuting_factors_equals_float64(
     A, B = (matrix.to(device, torch.float16) for matrix in (R, R @ R - 0.3 * R))
     out = torch.full_like(A, torch.nan)
     identity = torch.eye(size, dtype=torch.float64, device=device)
-    one_is_left = 2 * len(tile_order(size, tiles.block_m, tiles.block_n, tiles.group, device)) - 1
+    one_is_left = max(1, 2 * len(tile_order(size, tiles, device)) - 1)
     for D, E in [(None, None), (B, None), (None, B)]:
         symmetric_product(
             A,
@@ -236,18 +261,28 @@ def test_polynomial_of_commuting_factors_equals_float64(
 def test_every_tile_on_and_above_the_diagonal_is_visited_once() -> None:
     if not HAS_TRITON:
         pytest.skip("Triton is not installed")
-    from dmuon.newton_schulz.kernels import tile_order
+    from dmuon.newton_schulz.kernels import corners, tile_order
 
-    for size, block_m, block_n, group in [(512, 128, 128, 3), (500, 64, 128, 8), (1024, 256, 64, 1), (100, 128, 64, 2)]:
-        places = tile_order(size, block_m, block_n, group, torch.device("cpu")).tolist()
+    for size, block_m, block_n, group in [
+        *((512, 128, 128, 3), (500, 64, 128, 8), (448, 64, 128, 1), (1024, 256, 128, 1)),
+        *((100, 128, 64, 2), (448, 128, 64, 3), (64, 128, 64, 8), (1024, 128, 256, 2), (900, 256, 128, 1)),
+    ]:
+        tiles = Tiles(block_m, block_n, group=group)
+        places = tile_order(size, tiles, torch.device("cpu")).tolist()
         covered = torch.zeros(size, size, dtype=torch.int)
-        larger = max(block_m, block_n)
+        larger, side = max(block_m, block_n), min(block_m, block_n)
         for place in places:
             rows = slice((place & 0xFFFF) * block_m, (place & 0xFFFF) * block_m + block_m)
             cols = slice((place >> 16) * block_n, (place >> 16) * block_n + block_n)
             covered[rows, cols] += 1
             if rows.start // larger != cols.start // larger:
                 covered[cols, rows] += 1
+        for corner in range(corners(size, tiles)):
+            at = (2 * corner + (block_m < block_n)) * side
+            below = at + side if block_m > block_n else at - side
+            # The half that is not made lies below the diagonal.
+            covered[at : at + side, at : at + side] += 1
+            covered[max(at, below) : max(at, below) + side, min(at, below) : max(at, below)] += 1
         assert (covered == 1).all()
 
 
