@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--out", type=Path, help="write all figures to this file")
     parser.add_argument("--only", nargs="+", default=SECTIONS, choices=SECTIONS)
     parser.add_argument(
@@ -262,19 +263,22 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Milliseconds of each, in `rounds` rounds after two to warm up.
 
+    In an order that changes from round to round: what comes after something that heated the chip finds a lower clock.
     The host is ahead when the clock starts, as after a backward: what it takes to launch the first kernel is not
     counted. What it takes beyond that is, wherever kernels wait for the host.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    shuffled, names = random.Random(0), list(works)
     for turn in range(rounds + 2):
-        for name, work in works.items():
+        shuffled.shuffle(names)
+        for name in names:
             if name in before:
                 before[name]()
             torch.cuda.synchronize()
             torch.cuda._sleep(HEAD_START_CYCLES)
             start.record()
-            work()
+            works[name]()
             stop.record()
             torch.cuda.synchronize()
             if turn >= 2:
