@@ -148,6 +148,8 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
 ):
+    # Otherwise a path past the loop defines `acc` too, and ptxas has eight warps wait for the end of every product.
+    tl.assume(begin < end)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(begin, end, BLOCK_K):
         if TALL:
@@ -309,8 +311,9 @@ def symmetric_product(
     num_tiles, num_split, num_parts = len(order) * num_matrices, 0, 1
     if tiles.parts > 1:
         num_split, num_parts = split(num_tiles, tiles.parts, num_processors or _multiprocessors(out_Bnn.device))
-    num_tile_programs = num_tiles + num_split * (num_parts - 1)
     part_depth = -(-depth // (num_parts * block_k)) * block_k
+    num_parts = -(-depth // part_depth)  # none of them empty
+    num_tile_programs = num_tiles + num_split * (num_parts - 1)
     factors = [float(factor) for factor in (alpha, beta, gamma, delta)]
     options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "ADDS": adds, "ADDS_E": E is not None}
     parts = out_Bnn.new_empty((num_split * num_parts, block_m, block_n), dtype=torch.float32) if num_split else None
