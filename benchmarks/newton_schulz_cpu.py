@@ -1,6 +1,6 @@
 """Newton-Schulz in plain torch on a CPU, at the debug model's shapes, beside torch.optim.Muon's iteration.
 
-OMP_NUM_THREADS=1 python -m benchmarks.newton_schulz_cpu --out benchmarks/results/newton_schulz_cpu.json
+OMP_NUM_THREADS=1 python -m benchmarks.newton_schulz_cpu --out newton_schulz_cpu.json
 
 Ours takes the matrices of one shape together, as training does, in float32, its default on a CPU, and in bfloat16,
 which torch.optim.Muon iterates in; that takes one matrix after the other, in bfloat16 and, for comparison, in float32.

@@ -129,11 +129,12 @@ def publish() -> str:
 
 
 def cpu() -> str:
-    """The torch kernel on a CPU."""
-    name = "newton_schulz_cpu.json"
-    (line,) = _lines(name)
+    """The torch kernel on CPUs, with instructions that multiply bfloat16 and without."""
+    name = "newton_schulz_cpu.jsonl"
+    lines = _lines(name)
     rows = [
         (
+            line["cpu"] + (", AMX" if line["amx_bf16"] else ""),
             f"{case['count']} of {case['shape'][0]} x {case['shape'][1]}",
             f"{case['ms']['float32']:.2f}",
             f"{case['ms']['bfloat16']:.2f}",
@@ -142,9 +143,11 @@ def cpu() -> str:
             f"{case['float32_ratio']:.2f}",
             f"{case['default_ratio']:.2f}",
         )
+        for line in lines
         for case in line["cases"]
     ]
     header = (
+        "CPU",
         "matrices",
         "ours, float32, ms",
         "ours, bfloat16, ms",
@@ -153,7 +156,7 @@ def cpu() -> str:
         "both float32",
         "float32 over bfloat16",
     )
-    return _table(header, rows, [(name, line)])
+    return _table(header, rows, [(name, line) for line in lines])
 
 
 def many_gpus() -> str:
