@@ -39,6 +39,7 @@ TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor"
 launches = {"symmetric_product": 0}
 # Side of what one program of `_add_parts` adds.
 _ADDED = 32
+# Side of a corner; in larger tiles it was measured to make no difference.
 _LARGEST_CORNER = 64
 
 
@@ -204,7 +205,7 @@ def _store_on_diagonal(square_desc, tile, batch, row, col):
 
 @triton.jit
 def _store_square(square_desc, square, batch, start):
-    """Stores a square on the diagonal: what lies above it twice, and nothing from below it."""
+    """Stores a square on the diagonal: what it has above the diagonal twice, and nothing of what it has below."""
     SIDE: tl.constexpr = square.shape[0]
     at = tl.arange(0, SIDE)
     square = tl.where(at[:, None] <= at[None, :], square, square.T)
@@ -384,17 +385,17 @@ def _tiled(matrices: Tensor | None, rows: int, cols: int) -> Any:
     return None if matrices is None else TensorDescriptor.from_tensor(matrices, [1, rows, cols])
 
 
-def _corner_operands(larger: Tensor, D: Tensor | None, E: Tensor | None, side: int, block_k: int, tall: bool) -> Any:
-    """What corners load by other tiles: the operand of which a tile has more, D and E."""
-    operand = _tiled(larger, block_k, side) if tall else _tiled(larger, side, block_k)
-    return operand, _tiled(D, side, side), _tiled(E, side, side)
+def _corner_operands(operand: Tensor, D: Tensor | None, E: Tensor | None, side: int, block_k: int, tall: bool) -> Any:
+    """What corners load in other pieces than tiles do: the `operand` on the longer side of a tile, D and E."""
+    return (
+        _tiled(operand, block_k, side) if tall else _tiled(operand, side, block_k),
+        _tiled(D, side, side),
+        _tiled(E, side, side),
+    )
 
 
 def corners(size: int, tiles: Tiles) -> int:
-    """How many tiles of a result are corners: half of each lies below the diagonal, and only the other half is made.
-
-    Large tiles have none: it was measured to make no difference.
-    """
+    """How many tiles of a result are corners: half of each lies below the diagonal, and only the other half is made."""
     side = min(tiles.block_m, tiles.block_n)
     if tiles.block_m == tiles.block_n or side > _LARGEST_CORNER:
         return 0

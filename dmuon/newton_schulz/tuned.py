@@ -15,7 +15,8 @@ class Tiles(NamedTuple):
     """How a symmetric product is cut and scheduled.
 
     Attributes:
-        block_m, block_n, block_k: sizes of a tile of the result, and of a slice of the contracted side; powers of two.
+        block_m, block_n, block_k: sizes of a tile of the result, and of a slice of the contracted side; powers of two,
+            and one side of a tile at most twice the other.
         num_warps, num_stages: of one program; slices in flight.
         group: columns of blocks that are visited together, for the cache.
         parts: along the contracted side, of a tile that is left over when all multiprocessors have had as many as each
