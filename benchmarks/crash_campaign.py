@@ -379,7 +379,10 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 def misplaced(checkpoints: Path, num_steps: int, last_start: int | None) -> list[str]:
     """What should not be in a finished run's folder of checkpoints, or should be."""
-    kept = set(range(num_steps, 0, -INTERVAL)[:NUM_KEPT]) | ({last_start} if last_start else set())
+    # A job that was asked to stop saved between intervals, and that one counts among the newest.
+    started_from = {last_start} if last_start else set()
+    saved = sorted({*range(num_steps, 0, -INTERVAL), *started_from})
+    kept = {*saved[-NUM_KEPT:], *started_from}
     complete, there = set(complete_steps(checkpoints)), {path.name for path in checkpoints.iterdir()}
     expected = {f"step-{step}" for step in kept}
     found = [f"checkpoint: {sorted(there)} instead of {sorted(expected)}"] if there != expected else []

@@ -151,6 +151,14 @@ def test_what_should_not_be_there_in_the_end_is_noticed(runs: tuple[Path, Path])
     assert len(misplaced(checkpoints, NUM_STEPS, None)) == 1
 
 
+def test_a_checkpoint_of_a_job_that_was_stopped_between_intervals_is_one_of_the_newest(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, NUM_STEPS)
+    make_checkpoint(tmp_path, NUM_STEPS - 1)
+    assert misplaced(tmp_path, NUM_STEPS, NUM_STEPS - 1) == []
+    make_checkpoint(tmp_path, NUM_STEPS - 2)
+    assert len(misplaced(tmp_path, NUM_STEPS, NUM_STEPS - 1)) == 2
+
+
 def test_the_phase_is_that_of_this_start(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     (tmp_path / "step-4.tmp").mkdir()
