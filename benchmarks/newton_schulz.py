@@ -269,9 +269,9 @@ def take_turns(
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    shuffled, names = random.Random(0), list(works)
+    chance, names = random.Random(0), list(works)
     for turn in range(rounds + 2):
-        shuffled.shuffle(names)
+        chance.shuffle(names)
         for name in names:
             if name in before:
                 before[name]()
